@@ -22,6 +22,7 @@ def test_a_call_returns_raises_ends_or_takes_too_long(capfd) -> None:
         apart(time.sleep, 60, seconds=0.2)
 
 
+@pytest.mark.slow
 def test_its_process_is_no_copy_of_this_one(monkeypatch) -> None:
     """This one may hold a CUDA context, which a copy would not survive."""
     monkeypatch.setattr(workloads, "TOLERANCE", 7.0)

@@ -82,6 +82,7 @@ def test_the_table_has_a_line_for_each_recipe_and_what_it_is_compared_with(compa
     assert "neither fit nor gate has seen" in output and "modelled on B200" in output
 
 
+@pytest.mark.slow
 def test_better_methods_are_better_and_bits_are_counted(compared):
     rows = {(row["formats"], row["row"]): row for row in compared[1]["rows"]}
     four = [rows["mxfp4-mxfp4", name]["mean"] for name in ("RTN", "SVDQuant", "SVDQuant + GPTQ", "four balanced")]

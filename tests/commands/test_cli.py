@@ -227,6 +227,7 @@ def test_options_have_the_names_that_diffusers_uses(command, options):
 # The way it is meant to go
 
 
+@pytest.mark.slow
 def test_auto_says_what_may_be_chosen_and_then_chooses(fluxq):
     words = ("auto", "tiny", "--bits", "6", "--measure", "velocity", "--count", "1", "--num-inference-steps", "1")
     outline = fluxq(*words, "--dry-run", "--gpu", "h200")
@@ -346,6 +347,7 @@ def test_a_cost_that_cannot_be_modelled_is_refused(fluxq, arguments, words):
     assert_refused(fluxq("plan", "-q", *arguments), 2, *words)
 
 
+@pytest.mark.slow
 def test_plan_says_what_fits_a_card(fluxq):
     """Here everything does, in 16 bit; under a recipe that is asked for, in fewer bytes."""
     peaks = []

@@ -58,6 +58,7 @@ def evaluated(plain_checkpoint: Callable[[str], Path], tmp_path_factory) -> tupl
     return out, fluxq("eval", out, "--protocol", "standard", "--count", 16, "--num-inference-steps", 2)
 
 
+@pytest.mark.slow
 def test_eval_judges_every_arithmetic_with_every_metric(evaluated) -> None:
     out, done = evaluated
     assert done.exit_code == 0, done.output

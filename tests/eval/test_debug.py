@@ -55,6 +55,7 @@ def broken(pipe, quantized, **how) -> Debug:
     return debug_pipelines(pipe, quantized, ITEMS[:1], SHORT_CALL, how.pop("search", BLOCKS_ONLY), **how)
 
 
+@pytest.mark.slow
 def test_sound_checkpoint_has_no_faults(sound):
     assert not any(layer.fault for layer in sound.layers)
     assert len(sound.layers) == 38

@@ -223,6 +223,7 @@ def found(followed, quantized):
     return drift(followed, quantized)
 
 
+@pytest.mark.slow
 def test_the_velocity_error_is_that_of_the_transformer_fed_the_recorded_calls(side, found, quantized):
     calls = []
     reference = side.open()

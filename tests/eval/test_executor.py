@@ -700,6 +700,7 @@ def test_an_error_of_an_actor_arrives_as_what_it_is(tmp_path, ray_engine):
         ensure_images(broken, ray_engine)
 
 
+@pytest.mark.slow
 def test_a_cluster_is_joined_once(ray_engine):
     with pytest.raises(ValueError, match="joined a Ray cluster already"), open_engine("ray", address="10.0.0.1:6379"):
         pass

@@ -61,6 +61,7 @@ def test_the_chart_has_the_front_and_every_finite_plan(monkeypatch) -> None:
     assert [(row["plan"], round(row["dB"], 2)) for row in dots] == [(charts.CHOSEN, 26.99), (charts.RAN, 23.98)]
 
 
+@pytest.mark.slow
 def test_the_page_has_plans_and_groups(file, tmp_path) -> None:
     target = tmp_path / "front.html"
     judge.front([file], target)

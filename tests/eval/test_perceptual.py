@@ -63,6 +63,7 @@ def lpips(backbone):
     return Lpips(backbone)
 
 
+@pytest.mark.slow
 def test_L1_identical_images_have_no_distance(lpips):
     assert lpips.distance(images(2, 64), images(2, 64)).tolist() == [0.0, 0.0]
 

@@ -80,6 +80,7 @@ def without_charts(monkeypatch):
         monkeypatch.setattr(report, name, lambda *_: None)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("runs", [1, 3])
 def test_h1_page_refers_to_nothing_outside_itself(pages, runs):
     page = Page(pages[runs])

@@ -221,6 +221,7 @@ def test_stock_diffusers_reads_the_same_weights_without_fluxq(exported, read_by_
                 assert torch.equal(read[f"x:{name}"], layer.stored("input_scale")), name
 
 
+@pytest.mark.slow
 def test_a_fold_makes_what_its_readers_made_of_their_input(fitted, exported, read_by_diffusers) -> None:
     read, layers = read_by_diffusers["nvfp4, 16 bit beside"], quantized_layers(loaded(fitted))
     g = torch.Generator().manual_seed(1)
@@ -277,7 +278,7 @@ def as_written(folder: Path) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.often(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "excluded",
     [
@@ -314,6 +315,7 @@ def test_values_and_projections_in_16_bit_take_part_in_a_fold(excluded, tmp_path
 # --- the others, by what reads them
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize(
     "damage",
     [
@@ -739,6 +741,7 @@ def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(plain_c
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_layers_with_scales_of_their_own_are_not_joined(plain_checkpoint, tmp_path) -> None:
     folder = copy_of(plain_checkpoint("nvfp4"), tmp_path / "model")
     file = folder / "transformer" / WEIGHTS

@@ -46,7 +46,7 @@ def layers(model: torch.nn.Module) -> dict[str, QuantLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("dialect", "scheme"),
     [
@@ -313,7 +313,7 @@ def test_a_configuration_beside_a_file_is_checked_like_any_other(base, tmp_path)
     assert inspect_path(path)[""].container == "single safetensors file"
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["bfl", "modelopt", "torchao"])
 def test_a_checkpoint_comes_back_from_another_program_byte_for_byte(dialect, plain_checkpoint, tmp_path) -> None:
     checkpoint, name = plain_checkpoint("fp8"), "transformer/diffusion_pytorch_model.safetensors"

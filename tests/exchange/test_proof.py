@@ -234,6 +234,7 @@ def test_a_factor_of_one_column_is_folding_where_it_is_taken_back(case: str, by:
         assert any(fault.what.endswith(" with a factor for 1 of its columns") for fault in report.faults), report.faults
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("scheme", "axis", "by"), [(NVFP4, 0, 1.25), (FP8, 0, 1.07), (FP8, 1, 1.08)])
 def test_a_lost_scale_is_found_in_what_reads_two_values(scheme: str, axis: int, by: float, base, tmp_path) -> None:
     """One row or column of less than the mean size, where noise of the other axis takes more of the error away."""
@@ -432,7 +433,7 @@ def without_low_bits(module: str, tensors: Tensors) -> None:
     tensors["weight"] = (tensors["weight"].view(torch.uint8) & 0xF8).view(torch.float8_e4m3fn)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("broken", "state"), [(None, trained_on), (without_low_bits, dict)])
 def test_what_is_further_off_than_rounding_in_most_linears_is_not_the_bases(broken, state, base, tmp_path) -> None:
     """Another training, or damage of all layers: numbers do not tell them apart, and neither is taken for the base."""
@@ -461,6 +462,7 @@ def test_a_cast_to_fp8_may_lose_what_it_loses_of_the_bases_small_numbers(base, t
     assert not inspect_path(folder_of(tmp_path / "off", cast), plain)[""].is_sound
 
 
+@pytest.mark.slow
 def test_scales_of_activations_are_said_not_to_be_proved(base, tmp_path) -> None:
     folder = made(tmp_path, "modelopt", STATIC, change("input_scale", lambda scale: scale * 100))
     report = inspect_path(folder, base)[""]

@@ -315,7 +315,7 @@ QUICK_FORMATS = {
 written = cache(found_formats)  # what the table of docs/exchange.md is made of
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dialect", "name"), slow_but(FORMATS, QUICK_FORMATS))
 def test_models_of_every_scheme_of_a_format_come_back(dialect, name, tmp_path) -> None:
     """The page's row: inputs of one model take its schemes in turn, so that mixtures are read too."""

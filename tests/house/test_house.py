@@ -201,7 +201,7 @@ def test_no_docstring_begins_with_a_question() -> None:
     texts = [
         (path.relative_to(ROOT), ast.get_docstring(node) or "")
         for path in files
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path.read_text(encoding="utf-8"))
         if isinstance(node, documented)
     ]
     assert sum(bool(text) for _, text in texts) > 2500

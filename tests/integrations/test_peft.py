@@ -73,7 +73,7 @@ def adapted(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if isinstance(module, LoraLayer))
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.feature("LoRA: several adapters with weights (no error added), unloaded again (the same bits)")
 def test_adapters_with_weights_add_no_error_and_unload_without_a_trace(pipe_of, lora_file):
     """Two adapters at 0.8 and -0.5 on attention, MLP, modulation and 16-bit layers."""
@@ -100,7 +100,7 @@ def test_every_linear_keeps_its_type_and_size_under_a_loaded_lora(nvfp4, lora_fi
     assert after == layers
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.feature("LoRA: fuse (scaling 1) and unfuse")
 def test_fusing_changes_no_bit_of_the_output_and_unfusing_none_of_the_model(pipe_of, lora_file, record_property):
     """The 16-bit model, as it is in diffusers, comes out of it changed.
@@ -166,7 +166,7 @@ def test_unfusing_gives_16_bit_layers_their_bytes_back(nvfp4, lora_file):
     assert same(bits(nvfp4.transformer), before)
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.feature("LoRA: fused, saved and loaded")
 def test_a_fused_model_is_saved_and_loads_as_it_was(pipe_of, lora_file, tmp_path):
     pipe_of.load_lora_weights(lora_file("l.safetensors", QUANTIZED, rank=3))
@@ -233,7 +233,7 @@ def dora_file(path: Path) -> Path:
     return path
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 def test_a_dora_computes_what_it_computes_on_the_dequantized_model(pipe_of, tmp_path):
     """Layer by layer, from the same input: both round W to 16 bit for the norm, and differ in the layer's own error."""
     before = bits(pipe_of.transformer)

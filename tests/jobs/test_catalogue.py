@@ -351,6 +351,7 @@ def test_a_vae_of_videos_has_many_frames_at_once(name, whole, in_tiles):
     assert (vae.name, vae.activations, vae.in_tiles) == ("vae", whole, in_tiles)
 
 
+@pytest.mark.slow
 def test_a_text_encoder_needs_room_for_its_prompts():
     """T5 for FLUX.1-dev: two prompts of 512 tokens, three times the 4096 and 10240 channels of its widest Linear."""
     [encoder] = [part for part in named("FLUX.1-dev").choices[0].parts if part.name == "T5-XXL"]

@@ -96,6 +96,7 @@ def schemes(recipe: str, model: Path) -> dict[str, str]:
     return {layer.name: str(layer.scheme) for plan in job.plans for layer in plan.layers}
 
 
+@pytest.mark.slow
 def test_the_recipe_gives_the_plan_within_the_budget(model, here, done) -> None:
     result = done
     assert sorted(path.name for path in here.iterdir()) == [

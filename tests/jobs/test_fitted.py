@@ -95,6 +95,7 @@ def groups_of(record: Record) -> set[str]:
     return {group.group for group in record.components[0].groups}
 
 
+@pytest.mark.slow
 def test_every_tensor_is_that_of_the_checkpoint_whose_format_was_chosen(mixed, unchecked, tmp_path) -> None:
     assert set(mixed.options.values()) >= {"nvfp4", "int8"}
     result = {"units": [{**each, "option": MENU[index % 3]} for index, each in enumerate(mixed.result["units"])]}

@@ -147,6 +147,7 @@ def test_a_videos_vae_counts_the_frames_that_it_has_at_once():
     assert (vae.name, vae.activations) == ("vae", 2048 * 832 * 480 * 5)
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_pipeline_by_hand():
     """FLUX.1-dev on an RTX 5070 in nvfp4, its encoders in 16 bit: CLIP-L and T5-XXL of so many parameters."""
     found = {

@@ -128,6 +128,7 @@ def test_an_interrupted_list_goes_on_and_the_checkpoint_is_the_same(root, folder
     assert measured == [1, 2] and recorded(root / "again") == recorded(folder)
 
 
+@pytest.mark.slow
 def test_within_a_bound_of_memory_list_and_check_are_the_same(root, folder, monkeypatch) -> None:
     monkeypatch.setattr(listing, "IMAGES", 4)
     made = making.quantize(making.job_of(options(root, output="bound", max_memory=70 << 20)))
@@ -203,6 +204,7 @@ def test_of_several_lists_that_of_the_nearest_number_of_steps_is_taken(folder) -
             assert skipped.steps.total == own
 
 
+@pytest.mark.slow
 def test_a_side_of_an_evaluation_uses_it_but_not_to_look_at_layers(folder) -> None:
     side, counts = Side("half", str(folder), "digest"), []
     for skips in (True, False):

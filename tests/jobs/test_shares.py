@@ -91,6 +91,7 @@ def done(once) -> dict[str, Any]:
     return read_json(once / "out.json")
 
 
+@pytest.mark.slow
 def test_what_is_chosen_is_within_the_budget_and_the_recipe_says_it(model, once, done) -> None:
     steps, (winner,) = done["steps"], [each for each in done["tried"] if each["chosen"]]
     assert sorted(path.name for path in once.iterdir()) == ["out.json", "out.yaml", "small-velocity-errors.safetensors"]

@@ -190,6 +190,7 @@ def test_two_processes_write_what_one_writes(shared, single, name):
     assert name in said[0] and not said[1]  # one of them speaks
 
 
+@pytest.mark.slow
 def test_the_work_is_shared(shared):
     def did(name: str, what: str) -> list[list[str]]:
         return [json.loads((shared / f"{name}.{rank}.json").read_text())[what] for rank in (0, 1)]

@@ -18,6 +18,7 @@ from fluxq.jobs import making
 CALL = {"num_inference_steps": 2, "height": 64, "width": 64}
 
 
+@pytest.mark.slow
 def test_a_pipeline_in_memory_is_quantized_as_its_folder_is(tmp_path, pipe, plain_checkpoint, monkeypatch) -> None:
     made = fluxq.quantize_pipeline(pipe, "int8", profile="rtn", output=tmp_path / "made", call=CALL)
     assert made.passed and made.path == tmp_path / "made" and made.record.recipe.name == "int8"

@@ -62,6 +62,7 @@ def test_a_gate_of_the_closing_check_is_missed_by_videos(made, tmp_path):
     assert done.exit_code == 1 and "gate missed: psnr>=90" in done.output and "2 videos of 1 frame," in done.output
 
 
+@pytest.mark.slow
 def test_eval_keeps_the_frames_that_the_pipeline_makes_in_their_order(made):
     out, _, evaluated = made
     assert evaluated.exit_code == 0, evaluated.output

@@ -288,6 +288,7 @@ def test_every_step_is_composed_byte_for_byte(format: str, options: dict[str, An
     check_fused(adaln_quantize, format, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [32, 64])
 def test_the_128x4_layout_of_short_rows(d: int) -> None:
     tensors = layers(3, 1, d=d)

@@ -217,6 +217,7 @@ def test_every_form_of_the_kernel_is_within_the_bound(tile: str, codes: str, mon
     check_attention(kernels_attention, monkeypatch, (1, 130, 257, 2), tile=TILES[tile], codes=codes)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("scale", "codes"), [(None, "fp8"), (SCALE, "fp8"), (SCALE, "int8"), (SCALE, "int8-16bit")], ids=str
 )

@@ -82,7 +82,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen_on_a_few_tokens(fault: str, plant) -> None:
     name, old, new, call = FAULTS[fault]
@@ -216,6 +216,7 @@ def test_nothing_is_compared_in_a_graph_or_where_doctor_vouches(monkeypatch) -> 
             launch.run(op, *given)
 
 
+@pytest.mark.slow
 def test_another_shape_is_compared_too(monkeypatch) -> None:
     seen = []
     monkeypatch.setattr(proofs, "judge", lambda *a, r=proofs.judge, **k: seen.append(a[1][0].shape[-2]) or r(*a, **k))
@@ -225,6 +226,7 @@ def test_another_shape_is_compared_too(monkeypatch) -> None:
     assert seen == [1, 20, 33]
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_result_of_another_kind_and_inputs_that_changed_are_told(call: str) -> None:
     op, arguments = CALLS[call]

@@ -438,6 +438,7 @@ def test_what_stands_beside_x_makes_the_first_columns(format: str, beside: int, 
     check_steps(quantize_activation, format, m, act=act, beside=beside, hadamard=128)
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("format", PRODUCED)
 def test_beside_with_every_step_and_the_low_rank_product(format: str) -> None:
     block, nvfp4 = FORMATS[format].has_byte_scales, format == "nvfp4"
@@ -491,6 +492,7 @@ def test_every_code_decodes_under_every_scale(format: str) -> None:
     check_every_code_and_scale(dequantize, format)
 
 
+@pytest.mark.often(5)
 @pytest.mark.parametrize("chip", ["sm_80", "sm_100"])  # without instructions for codes, and with those for E2M1 too
 @pytest.mark.parametrize("format", PRODUCED)
 def test_other_chips_give_the_same_bytes(format: str, chip: str) -> None:
@@ -521,6 +523,7 @@ def test_global_scales_next_to_zero(chip: str) -> None:
         check_tiny_global_scales(quantize_activation)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("format", ["fp8", "int8"])
 def test_the_scale_of_every_amax_is_that_of_a_division(format: str) -> None:
     check_every_amax(quantize_activation, format)

@@ -184,6 +184,7 @@ FOLLOWS = {
 }
 
 
+@pytest.mark.often(4)
 @pytest.mark.parametrize("residual", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("gate", [torch.bfloat16, torch.float32, None])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -222,6 +223,7 @@ def test_behind_the_product_of_a_library_they_take_one_pass() -> None:
     check_gate_alone(epilogues)
 
 
+@pytest.mark.often(5)
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 @pytest.mark.parametrize("follows", FOLLOWS)
 def test_what_follows_the_product_is_computed_in_fp32(format: str, follows: str) -> None:
@@ -257,7 +259,7 @@ def test_every_way_to_multiply_computes_the_same(variant: str) -> None:
 IN_BLOCKS = ("descriptors", "halves", "descriptors and halves", "unit scales", "unit scales and descriptors")
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("variant", ["plain", "whole blocks", *IN_BLOCKS])
 def test_x_may_have_a_scale_for_each_128_columns(variant: str) -> None:
     tiles = {"plain": TILE, "whole blocks": dataclasses.replace(TILE, k=128), **VARIANTS}

@@ -82,6 +82,7 @@ def test_decoding_inside_is_reencoding_before(weights: str, activations: str, sh
     check_composed(w4a8_matmul, weights, activations, shape)
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("weights", "activations"), [("nvfp4", "int8"), ("mxfp4", "fp8")])
 def test_many_tiles_in_groups(weights: str, activations: str) -> None:
     check_composed(w4a8_matmul, weights, activations, (130, 70, 192))

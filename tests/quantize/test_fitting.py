@@ -76,6 +76,7 @@ def quickly_finished(tmp_path_factory):
     return folder / "out", record
 
 
+@pytest.mark.slow
 def test_every_stage_is_recorded_with_its_reason(finished):
     folder, record = finished
     part = record.components[0]

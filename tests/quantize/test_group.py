@@ -202,7 +202,7 @@ def test_the_same_twice(layer, inputs):
         assert torch.equal(tensor.float(), tensors(second)[name].float())
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", "int8"])
 def test_a_few_rows_at_a_time_give_the_same_layer(layer, inputs, name, monkeypatch):
     one = [GroupLayer("a", layer.weight, torch.ones(96), scheme(name))]

@@ -508,6 +508,7 @@ def swap_layers(config: dict[str, Any]) -> None:
     layers.update({"fp8-16bit": layers.pop("fp8-fp8")})  # no tensor tells
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize(
     ("file", "alter"),
     [

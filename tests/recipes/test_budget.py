@@ -152,6 +152,7 @@ def plans(seed: int) -> tuple[dict, dict, list[tuple[float, float, int]]]:
     return errors, costs, every
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_no_plan_of_any_number_of_steps_within_the_budget_has_less_error(seed: int) -> None:
     errors, costs, every = plans(seed)

@@ -159,6 +159,7 @@ def test_every_row_is_some_model_s():
             assert used or not rule.parts, (name, rule)
 
 
+@pytest.mark.often(10)
 @cases(CASES)
 def test_what_an_original_tensor_joins_is_one_group_that_says_so(name, config):
     family, joins = FAMILIES[name], 0

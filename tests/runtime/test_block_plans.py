@@ -69,7 +69,7 @@ def planned(model: Any, **call) -> Any:
     return model
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("scheme", ["fp8-fp8", FULL, "16 bit", "int8-int8", "int4-16bit"])
 @pytest.mark.parametrize("family", FUSABLE)
 def test_from_the_third_call_on_the_steps_are_replayed(family: str, scheme: str, replays: list[int]) -> None:

@@ -37,7 +37,7 @@ def decisions() -> Iterator[list[bool]]:
         yield made
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["as loaded", "optimized", "hoisted"])
 @pytest.mark.parametrize("recipe", ["16 bit", "int8"])
 def test_a_step_cache_has_a_graph_for_each_decision(quantized, recipe, then, caplog):

@@ -49,6 +49,7 @@ SCHEMES = (
 SOME = ("int8-int8", "nvfp4-nvfp4-static")
 
 
+@pytest.mark.often(6)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_fused_is_unfused_byte_for_byte(scheme: str) -> None:
     model = quantized(scheme)

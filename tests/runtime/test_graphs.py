@@ -101,6 +101,7 @@ def test_true_is_not_one():
     assert len({*kinds}) == 5
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("how", ["expanded", "transposed", "sliced"])
 def test_strides_stay(flux, how):
     model = flux.transformer
@@ -231,6 +232,7 @@ def test_of_another_rank_and_scaling_too_where_hot_swapping_was_enabled(quantize
         assert captured.captures == 1
 
 
+@pytest.mark.slow
 def test_of_another_rank_otherwise_it_is_another_form(flux, lora_file):
     flux.load_lora_weights(lora_file("one.safetensors", ADAPTED), adapter_name="style")
     with fluxq.capture(flux) as captured:
@@ -324,6 +326,7 @@ def test_what_is_compared_before_a_replay_matters(flux, lora_file, monkeypatch, 
 # --- what chooses kernels
 
 
+@pytest.mark.slow
 def test_attention_backends_and_settings_are_kinds(flux):
     model = flux.transformer
     with fluxq.capture(model) as captured:

@@ -38,7 +38,7 @@ def test_modulation_is_looked_up_in_the_graph(flux, caplog):
     assert caplog.text == ""
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["as loaded", "optimized"])
 @pytest.mark.parametrize("recipe", ["16 bit", "nvfp4"])
 def test_hoisted_images_are_the_same_with_graphs(quantized, recipe, then):

@@ -96,6 +96,7 @@ def test_embeddings_in_place_of_a_prompt_and_latents_in_place_of_an_image_are_co
         peaks(on_meta(pipe), {"max_sequence_length": "8"})
 
 
+@pytest.mark.slow
 def test_a_call_that_begins_at_an_image_takes_some_steps():
     pipe = diffusers.FluxImg2ImgPipeline(**ready(embedded)[0].components)
     call = {"image": torch.zeros(1, 3, 32, 32), "height": 32, "width": 32, "max_sequence_length": 8}

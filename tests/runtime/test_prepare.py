@@ -482,6 +482,7 @@ def test_a_component_of_another_folder_than_its_pipeline_is_found(checkpoint, tm
     assert_same_files(tmp_path, folder)
 
 
+@pytest.mark.slow
 def test_a_folder_inside_a_downloaded_repository_is_found(checkpoint, tmp_path: Path, monkeypatch) -> None:
     folder = checkpoint("nvfp4") / "transformer"
     repository = tmp_path / "models--someone--some-model"

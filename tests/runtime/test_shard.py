@@ -166,6 +166,7 @@ def test_diffusers_refuses_tensor_parallelism_by_name(checkpoint):
 # Two ranks against this process.
 
 
+@pytest.mark.slow
 @EVERY_SCHEME
 @BOTH_DTYPES
 def test_column_parallel_is_the_whole_layer_bit_for_bit(ranks, scheme, dtype):
@@ -173,6 +174,7 @@ def test_column_parallel_is_the_whole_layer_bit_for_bit(ranks, scheme, dtype):
         assert torch.equal(rank[f"column {scheme} {dtype}"], layer(scheme, UP, dtype)(tokens(UP, dtype)))
 
 
+@pytest.mark.slow
 @EVERY_SCHEME
 def test_row_parallel_differs_by_the_order_of_one_fp32_sum(ranks, scheme):
     """Of a token's largest output: 2^-20, eight units of fp32's last place (measured: five)."""
@@ -183,6 +185,7 @@ def test_row_parallel_differs_by_the_order_of_one_fp32_sum(ranks, scheme):
     assert ((got - want).abs() <= 2**-20 * largest).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", PREPARED)
 def test_row_parallel_shards_may_be_prepared(ranks, how):
     """The same bound as above: they are the weight that every shard was re-encoded to."""
@@ -195,6 +198,7 @@ def test_row_parallel_shards_may_be_prepared(ranks, how):
         assert ((rank[f"prepared {how}"] - want).abs() <= 2**-20 * largest).all()
 
 
+@pytest.mark.slow
 @EVERY_SCHEME
 def test_row_parallel_rounds_once(ranks, scheme):
     """16-bit outputs are within one unit of the last place; a low-rank branch, which one process rounds twice, two."""
@@ -207,6 +211,7 @@ def test_row_parallel_rounds_once(ranks, scheme):
         assert (got != want).float().mean() < 0.01
 
 
+@pytest.mark.slow
 @EVERY_SCHEME
 def test_a_token_with_nan_spoils_itself_only(ranks, scheme):
     """NaN stands in one rank's half of one token; every output of that token is NaN, no other changes."""
@@ -215,6 +220,7 @@ def test_a_token_with_nan_spoils_itself_only(ranks, scheme):
     assert torch.equal(torch.cat([got[:3], got[4:]]), torch.cat([clean[:3], clean[4:]]))
 
 
+@pytest.mark.slow
 @EVERY_SCHEME
 def test_a_sharded_mlp_is_the_mlp(ranks, scheme):
     """Outputs of the first layer stay where they are: one sum over ranks in all."""
@@ -223,6 +229,7 @@ def test_a_sharded_mlp_is_the_mlp(ranks, scheme):
     assert (ranks[0][f"mlp {scheme}"] - want).abs().max() <= 2**-20 * want.abs().max()
 
 
+@pytest.mark.slow
 @EVERY_SCHEME
 @BOTH_DTYPES
 def test_split_by_tokens_a_layer_is_the_whole_layer_bit_for_bit(ranks, scheme, dtype):
@@ -230,6 +237,7 @@ def test_split_by_tokens_a_layer_is_the_whole_layer_bit_for_bit(ranks, scheme, d
     assert torch.equal(ranks[0][f"tokens {scheme} {dtype}"], layer(scheme, UP, dtype)(tokens(UP, dtype)))
 
 
+@pytest.mark.slow
 @pytest.mark.feature("context and tensor parallel, two ranks (up to the order of fp32 sums)")
 @pytest.mark.parametrize(("recipe", "how"), HOW)
 def test_a_parallel_transformer_computes_alike(ranks, checkpoint, recipe, how, record_property):
@@ -244,7 +252,7 @@ def test_a_parallel_transformer_computes_alike(ranks, checkpoint, recipe, how, r
         assert errors[3] < 2e-6
 
 
-@pytest.mark.often(5)
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "how"), HOW)
 def test_in_16_bit_a_parallel_transformer_is_as_good(ranks, checkpoint, recipe, how):
     """There the other order moves even the 16-bit model by 6e-3 and codes flip: it is no further from that model."""
@@ -254,7 +262,7 @@ def test_in_16_bit_a_parallel_transformer_is_as_good(ranks, checkpoint, recipe, 
     assert error(got, reference) < 1.25 * error(quantized, reference)
 
 
-@pytest.mark.often(2)
+@pytest.mark.slow
 @EVERY_RECIPE
 def test_a_transformer_of_column_parallel_layers_is_the_transformer_bit_for_bit(ranks, checkpoint, recipe):
     want = output(load(checkpoint(recipe) / "transformer", torch.bfloat16))

@@ -294,7 +294,7 @@ def test_capturing_comes_first(pipe) -> None:
         fluxq.capture(pipe)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["blocks", "whole", "wrapped"])
 def test_a_compiled_model_skips_steps(pipe, how) -> None:
     torch._dynamo.reset()

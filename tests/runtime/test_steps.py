@@ -164,6 +164,7 @@ def test_steps_of_every_recipe_can_be_kept(plain_checkpoint, sixteen, recipe) ->
         assert kinds(run(pipe, num_inference_steps=2), quantized, sixteen.transformer) == "kq"
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize(("first", "last", "want"), [(2, 0, "kkqqq"), (0, 1, "qqqqk"), (9, 9, "kkkkk")])
 def test_other_steps_than_the_recipes_are_asked_for(pipe, loaded, sixteen, first, last, want) -> None:
     with keep_steps(pipe, first=first, last=last):
