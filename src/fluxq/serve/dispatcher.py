@@ -379,7 +379,7 @@ class Dispatcher:
             return
         group = self._group(entry)
         running = {each.order.number: each for each in group}
-        orders, errors = [_without_sources(each) for each in group], dict[int, Exception]()
+        orders, failed, joined = [_without_sources(each) for each in group], list[Entry](), list[Entry]()
         for each in group:
             each.has_begun = True
         async with self._worker, self._runs(running.values()), aclosing(self.hands.run(orders)) as quanta:
@@ -389,18 +389,20 @@ class Dispatcher:
                 try:
                     self._take(each, quantum)
                 except Exception as error:
-                    errors[quantum.number] = error
+                    if quantum.error is None or not group[1:]:
+                        self._fail(each, error)
+                        failed.append(each)
+                    else:  # of all that shared the call, or of this image alone
+                        joined.append(each)
                 if quantum.picture is not None or quantum.error is not None:
                     del running[quantum.number]
                 elif self._asking or each.order.model not in self.memory or not self._goes_on(running.values()):
                     self.hands.pause()  # also to learn what loading this one's model has unloaded
-        if len(errors) > 1:
-            self.times.fail(entry.order, len(errors))
-        for each in (each for each in group if each.order.number in errors):
-            if len(errors) > 1:  # in one call: alone there may be room for it
-                each.steps = 0
-            else:
-                self._fail(each, errors[each.order.number])
+        if joined and len(joined) == len(group):
+            self.times.fail(entry.order, len(group))
+        for each in joined:  # again from the start, where an error of its own ends it
+            each.is_alone, each.steps = True, 0
+        for each in (*failed, *joined):
             await self._ask("drop", each.order.number)
         if entry.order.model not in self.memory:
             self.memory = await self._ask("memory")
@@ -417,9 +419,10 @@ class Dispatcher:
     def _group(self, entry: Entry) -> list[Entry]:
         """Return an image and those whose denoiser calls are joined with its."""
         order = entry.order
-        if not self._may_join(order):
+        if entry.is_alone or not self._may_join(order):
             return [entry]
-        like = [each for each in self.queue.in_turn() if each is not entry and _joins(order, each.order)]
+        others = (each for each in self.queue.in_turn() if each is not entry and not each.is_alone)
+        like = [each for each in others if _joins(order, each.order)]
         count = self.times.joined(order, 1 + len(like))
         room = self.queue.begun - sum(each.has_begun or each is entry for each in self.queue)
         group = [entry]

@@ -33,7 +33,7 @@ class Entry:
     computed: seconds that it has taken.
     predicted: seconds that it takes, as foretold when it came.
     promised: longest wait that it may come to, as foretold then.
-    is_again: whether a worker has ended before its first step.
+    is_again: whether a worker has ended before its first step. is_alone: whether a call that it shared has failed.
     owner: of the caller.
     """
 
@@ -48,6 +48,7 @@ class Entry:
     promised: float = 0.0
     is_cancelled: bool = False
     is_again: bool = False
+    is_alone: bool = False
 
     @property
     def key(self) -> tuple[float, int]:
