@@ -502,7 +502,7 @@ def _require_none(work: Work, problems: Sequence[str]) -> None:
 
 def _require_space(work: Work, count: int) -> None:
     """Raise OSError if images may fill the disk: pixels that do not compress, and latents an eighth as wide."""
-    pixels = int(work.call.get("height", 1024)) * int(work.call.get("width", 1024)) * frames_in(work.call)
+    pixels = int(work.call.get("height") or 1024) * int(work.call.get("width") or 1024) * frames_in(work.call)
     needed = count * (4 * pixels + 8192)
     free = shutil.disk_usage(work.folder).free
     if free < needed:

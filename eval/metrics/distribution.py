@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -248,7 +249,7 @@ def read_statistics(path: Path) -> Features | Moments:
     try:
         with np.load(path, allow_pickle=False) as file:
             stored = {name: file[name] for name in file.files}
-    except (ValueError, OSError, EOFError, BadZipFile, TypeError) as error:  # TypeError: a .npy is one array
+    except (ValueError, OSError, EOFError, BadZipFile, zlib.error, TypeError) as error:  # TypeError: one array
         raise ValueError(f"{path}: not an npz file of plain arrays ({error})") from None
     resize = str(stored["resize"]) if "resize" in stored else None
     facts: dict[str, Any] = {

@@ -203,10 +203,11 @@ UNITS = {"--modulation", "--attention", "--steps"}
 GPU = {"--layers", "--gpu", "--prefer", "--batch", "--vram"} | SIZE
 
 
-def test_a_path_behind_an_equals_sign_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+def test_a_path_behind_an_equals_sign_may_begin_with_the_home_folder(fluxq, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     context = cli.commands["history"].make_context("history", [str(tmp_path), "--output=~/history.html"])
     assert context.params["output"] == tmp_path / "history.html"
+    assert_refused(fluxq("quantize", "--recipe=~/gone.yaml"), 2, str(tmp_path / "gone.yaml"))
 
 
 @pytest.mark.parametrize(

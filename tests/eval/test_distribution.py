@@ -291,7 +291,10 @@ def test_a_text_file_is_no_statistics(tmp_path):
     np.savez(tmp_path / "whole.npz", mu=np.zeros(64))
     np.save(tmp_path / "one.npy", np.zeros(64))
     half = (tmp_path / "whole.npz").read_bytes()[:-40]
-    for content in (b"mu", half, (tmp_path / "one.npy").read_bytes()):
+    np.savez_compressed(tmp_path / "small.npz", mu=np.arange(4096.0))
+    flipped = bytearray((tmp_path / "small.npz").read_bytes())
+    flipped[1000:1040] = bytes(40)
+    for content in (b"mu", half, flipped, (tmp_path / "one.npy").read_bytes()):
         (tmp_path / "bad.npz").write_bytes(content)
         with pytest.raises(ValueError, match=r"bad\.npz: not an npz file"):
             read_statistics(tmp_path / "bad.npz")

@@ -157,11 +157,15 @@ def test_what_missed_a_gate_is_written_but_not_uploaded(api, tmp_path):
 
 
 def test_what_cannot_be_published_is_refused_before_formats_are_searched_too(api, tiny_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("fluxq.jobs.choosing.choose", lambda *_, **__: pytest.fail("formats are searched"))
-    (tiny_folder / "README.md").write_text("---\ntags: [a]\n---\n")
+    def choose(*_: object, **__: object) -> None:
+        raise RuntimeError("formats are searched")
+
+    monkeypatch.setattr("fluxq.jobs.choosing.choose", choose)
     (tmp_path / "mine.yaml").write_text("extends: nvfp4\nauto: {bits: 5.5}\n")
-    code, said = run(tmp_path, tiny_folder, "--recipe", tmp_path / "mine.yaml", "--push-to-hub", "me/x")
-    assert code == 2 and "names no licence" in said
+    for front, words in (("tags: [a]", "names no licence"), ("license: mit", "formats are searched")):
+        (tiny_folder / "README.md").write_text(f"---\n{front}\n---\n")
+        _, said = run(tmp_path, tiny_folder, "--recipe", tmp_path / "mine.yaml", "--push-to-hub", "me/x")
+        assert words in said
 
 
 @pytest.mark.often(2)

@@ -13,7 +13,7 @@ pytest.importorskip("prometheus_client")
 
 from fluxq.serve.dispatcher import Dispatcher, Unavailable
 from fluxq.serve.metrics import Metrics
-from fluxq.serve.orders import Busy, Facts, Order, Picture, Quantum, WorkerDied
+from fluxq.serve.orders import Busy, Facts, Order, Picture, Quantum, Refused, WorkerDied
 from fluxq.serve.queue import Entry, Full
 from fluxq.serve.shadow import Shadows
 from fluxq.serve.times import Times
@@ -159,6 +159,27 @@ def test_images_whose_joined_call_fails_are_made_in_smaller_groups_or_alone(tria
 
     trial(Small(), play, joins=True)
     assert sorted(group for group in groups if group > 1) == [2, 3]  # each size fails once
+
+
+def test_requests_that_are_refused_keep_others_joined(trial) -> None:
+    class Refusing(Hands):
+        async def ask(self, method: str, *arguments: Any) -> Any:
+            return 99.0 if method == "prove_joined" else await super().ask(method, *arguments)
+
+        async def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]:
+            for order in orders:
+                refused = Refused("no such length", "max_sequence_length") if order.seed else None
+                yield Quantum(
+                    order.number, 0, 0.0, error=refused, picture=None if refused else Picture(1, 1, b"rgb", 1)
+                )
+
+    async def play(dispatcher: Dispatcher, make: Any) -> None:
+        orders = [Order(dispatcher.next_number(), "A", "p", seed, CALL) for seed in (1, 2, 3)]
+        with pytest.raises(Refused, match="no such length"):
+            await dispatcher.submit(orders).images()
+        assert dispatcher.times.joined(orders[0], 3) == 3
+
+    trial(Refusing(), play, joins=True)
 
 
 def test_a_worker_that_ended_before_an_image_came_costs_it_nothing(trial) -> None:

@@ -63,6 +63,9 @@ def test_a_photo_is_used_upright() -> None:
     Image.new("RGB", (4, 2)).save(file, "JPEG", exif=exif)
     source = source_of(file.getvalue(), Limits())
     assert (source.width, source.height) == (2, 4)
+    file = io.BytesIO()
+    Image.new("RGB", (4, 2)).save(file, "WEBP", exif=b"Exif\0\0II*\0")
+    assert source_of(file.getvalue(), Limits()).width == 4  # its EXIF data cannot be read
 
 
 def test_an_edited_image_is_the_one_of_diffusers_image_to_image(server: Any, int8: Path) -> None:

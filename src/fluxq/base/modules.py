@@ -14,12 +14,12 @@ def uncompiled(model: Any) -> Any:
 
 def uncompiled_path(path: str) -> str:
     """Return a module's path as if nothing were compiled."""
-    return path.replace("_orig_mod.", "").removesuffix("._orig_mod")
+    return path.replace("_orig_mod.", "")
 
 
 def path_in_file(path: str) -> str:
     """Return a layer's path as its weights are named in a file: without an adapter's wrapper either."""
-    return uncompiled_path(path.removesuffix(".base_layer"))
+    return uncompiled_path(f"{path}.").replace(".base_layer.", ".").removesuffix(".")
 
 
 def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:

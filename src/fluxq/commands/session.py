@@ -75,8 +75,10 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> None:
         function: Any = self.callback
         named = inspect.signature(function).parameters
-        with session_of({name: value for name, value in ctx.params.items() if name not in named}) as session:
-            ctx.invoke(function, session, **{name: value for name, value in ctx.params.items() if name in named})
+        # a shell leaves `~` alone behind `--recipe=`, which takes names and files
+        values = {name: os.path.expanduser(v) if isinstance(v, str) else v for name, v in ctx.params.items()}
+        with session_of({name: value for name, value in values.items() if name not in named}) as session:
+            ctx.invoke(function, session, **{name: value for name, value in values.items() if name in named})
 
 
 command = partial(click.command, cls=Command)

@@ -98,7 +98,7 @@ def advise(wish: Wish) -> Advice:
     if not model_named(wish.model).row.beside:
         raise ValueError(
             f"{wish.model}: the other parts of its pipeline are not known here, so nothing tells what a card holds; "
-            "`fluxq families` lists the models that can be named"
+            "name a denoiser whose text encoders and VAE are, such as FLUX.1-dev"
         )
     candidates = _list_candidates(wish, device)
     fitting = _fitting(candidates)

@@ -99,8 +99,6 @@ def _job_of(options: JobOptions, writes: bool, runs: bool, ranks: Ranks, identit
         stamps={plan.component: folder.stamps(plan.component) for plan in plans},
     )
     require_call(folder, job.call, options.call)
-    if options.push_to_hub:
-        require_pushable(options.push_to_hub, folder, options.check)
     if any(plan.steps for plan in plans):
         require_followed(scheduler_of(folder))
     if any(plan.compute for plan in plans):
@@ -127,6 +125,8 @@ def _job_of(options: JobOptions, writes: bool, runs: bool, ranks: Ranks, identit
         job = replace(job, identity=identity or identity_of(job))
         require_same_statistics(job)
         return replace(job, finished=True)
+    if options.push_to_hub:
+        require_pushable(options.push_to_hub, folder, options.check)
     if options.check:
         require_pictures(folder, "pass --no-check")
     job = replace(job, identity=identity or identity_of(job))

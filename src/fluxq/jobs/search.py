@@ -24,6 +24,7 @@ from fluxq.calibrate.capture import Item, number_of_steps
 from fluxq.calibrate.errors import MEASURES, SIXTEEN_BIT, ErrorTable, Measure
 from fluxq.jobs import memory
 from fluxq.jobs.fitted import fitted_of
+from fluxq.jobs.hub import require_pushable
 from fluxq.jobs.job import Job, JobOptions, Run, is_finished, require_no_other
 from fluxq.jobs.listing import items_of_list, listed_call
 from fluxq.jobs.menu import Costs, Offer, modelled_ms, offer_of, stored_bits, stored_size
@@ -199,6 +200,8 @@ def search_before(options: JobOptions, ranks: Ranks = ALONE) -> tuple[Search, Jo
         revision=options.revision,
         local_files_only=options.local_files_only,
     )
+    if options.push_to_hub and ranks.leads:
+        require_pushable(options.push_to_hub, model, options.check)
     output = output_for(options.output, model.name, name, is_file=False)
     place = output.with_name(f"{output.name}-chosen.yaml")
     search = search_of(replace(options, output=str(place), statistics=None), auto_options(recipe, {}), ranks=ranks)

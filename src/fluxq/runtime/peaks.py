@@ -53,6 +53,7 @@ def peaks(pipe: Any, call: Mapping[str, Any]) -> dict[str, int]:
             prompt = None if call.get("prompt_embeds") is not None else prompt
             usual = inspect.signature(type(pipe).__call__).parameters.get("strength")
             strength = call.get("strength", 1 if usual is None else usual.default) or 1
+            strength = strength if isinstance(strength, (int, float)) else 1  # LTX has one for each condition
             steps = math.ceil(_STEPS / min(1, strength))  # those that begin at an image leave out the first ones
             pipe(**{"prompt": prompt, "output_type": "pt", **call, "num_inference_steps": steps})
         except Exception as error:

@@ -19,6 +19,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -133,8 +134,11 @@ def source_of(content: bytes, limits: Limits) -> Source:
         with Image.open(io.BytesIO(content), formats=("PNG", "JPEG", "WEBP")) as image:
             size = image.size
             if size[0] * size[1] <= limits.pixels:
-                upright = ImageOps.exif_transpose(image).convert("RGB")  # as phones take photos
-                return Source(*upright.size, upright.tobytes())
+                image.load()
+                upright: Image.Image = image
+                with suppress(Exception):  # Pillow raises all kinds over damaged EXIF data
+                    upright = ImageOps.exif_transpose(image)  # as phones take photos
+                return Source(*upright.size, upright.convert("RGB").tobytes())
     except (OSError, SyntaxError, ValueError, EOFError, MemoryError, Image.DecompressionBombError):
         size = None
     if size is None:

@@ -200,6 +200,10 @@ class Dispatcher:
         """Take an image that was promised elsewhere."""
         entry.order = self._drawn(entry.order)
         entry.owner = job = Job((entry.order,), setting)
+        if self._has_given_up:  # the loop has ended: another server makes it
+            job.error = Unavailable("the server was told to end at once")
+            job.news.put_nowait(None)
+            return job
         self.queue.accept(entry)
         self._awake.set()
         return job
@@ -380,6 +384,7 @@ class Dispatcher:
         group = self._group(entry)
         running = {each.order.number: each for each in group}
         orders, failed, joined = [_without_sources(each) for each in group], list[Entry](), list[Entry]()
+        is_refused = False  # a wrong request says nothing of joined calls
         for each in group:
             each.has_begun = True
         async with self._worker, self._runs(running.values()), aclosing(self.hands.run(orders)) as quanta:
@@ -394,11 +399,12 @@ class Dispatcher:
                         failed.append(each)
                     else:  # of all that shared the call, or of this image alone
                         joined.append(each)
+                        is_refused |= isinstance(error, Refused)
                 if quantum.picture is not None or quantum.error is not None:
                     del running[quantum.number]
                 elif self._asking or each.order.model not in self.memory or not self._goes_on(running.values()):
                     self.hands.pause()  # also to learn what loading this one's model has unloaded
-        if joined and len(joined) == len(group):
+        if joined and len(joined) == len(group) and not is_refused:
             self.times.fail(entry.order, len(group))
         for each in joined:  # again from the start, where an error of its own ends it
             each.is_alone, each.steps = True, 0
@@ -439,7 +445,9 @@ class Dispatcher:
     def would_join(self) -> bool:
         """Tell whether denoiser calls of all images here are joined, and one more would be if it is like them."""
         waiting = self.queue.in_turn()
-        if not waiting or not self._may_join(waiting[0].order) or len(self._group(waiting[0])) < len(waiting):
+        if not waiting or waiting[0].is_alone or not self._may_join(waiting[0].order):
+            return False
+        if len(self._group(waiting[0])) < len(waiting):
             return False
         return self.times.joined(waiting[0].order, 1 + len(waiting)) > len(waiting)
 

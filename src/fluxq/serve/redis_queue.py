@@ -162,6 +162,7 @@ class RedisQueue:
 
     def give_up(self) -> None:
         """Answer the clients that wait, at once: what they can find again, another server makes."""
+        self._ends = True  # nothing more is taken
         for job in list(self._watched):
             job.error = Unavailable("the server was told to end at once")
             self.cancel(job)
@@ -288,7 +289,10 @@ class RedisQueue:
         return self._watch(SharedJob(orders, spec.setting, name=name, fps=spec.fps, outlives=True))
 
     def _watch(self, job: SharedJob) -> SharedJob:
-        if job.fps is None:
+        if self._ends:
+            job.error = Unavailable("the server was told to end at once")
+            job.news.put_nowait(None)
+        elif job.fps is None:
             self._watched.add(job)
             self._spawn(self._follow(job))
         return job
