@@ -419,8 +419,12 @@ def batches(
 
 def images_per_batch(call: Mapping[str, Any]) -> int:
     """Return as many images of the call's size as make one megapixel, at least one."""
-    pixels = int(call.get("height") or 1024) * int(call.get("width") or 1024) * frames_in(call)
-    return max(1, min(_MAX_BATCH, _PIXELS_PER_BATCH // pixels))
+    return max(1, min(_MAX_BATCH, _PIXELS_PER_BATCH // pixels_in(call)))
+
+
+def pixels_in(call: Mapping[str, Any]) -> int:
+    """Return the pixels of an image or of all frames of a video; a side that the call does not say counts as 1024."""
+    return int(call.get("height") or 1024) * int(call.get("width") or 1024) * frames_in(call)
 
 
 def frames_in(call: Mapping[str, Any]) -> int:

@@ -47,7 +47,7 @@ from fluxq.base.files import atomic_path, require_regular, room_left, sha256_fil
 from fluxq.base.output import Output, atomic_output, sole_writer
 from fluxq.base.ranks import ALONE, Ranks, connected
 from fluxq.base.tensors import TensorFile, save_weights
-from fluxq.calibrate.capture import batches, frames_in
+from fluxq.calibrate.capture import batches, pixels_in
 from fluxq.eval.images.generate import Generated, Lazy, as_picture, generate_batch, images_digest
 from fluxq.eval.images.sides import Side
 from fluxq.quantize.structure import denoisers_in
@@ -502,8 +502,7 @@ def _require_none(work: Work, problems: Sequence[str]) -> None:
 
 def _require_space(work: Work, count: int) -> None:
     """Raise OSError if images may fill the disk: pixels that do not compress, and latents an eighth as wide."""
-    pixels = int(work.call.get("height") or 1024) * int(work.call.get("width") or 1024) * frames_in(work.call)
-    needed = count * (4 * pixels + 8192)
+    needed = count * (4 * pixels_in(work.call) + 8192)
     free = shutil.disk_usage(work.folder).free
     if free < needed:
         raise OSError(

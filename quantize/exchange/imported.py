@@ -7,7 +7,6 @@ the base where one was given. A layer's SQNR is that of the rows that were compa
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import log10
@@ -18,6 +17,7 @@ from fluxq.base import FLUXQ_VERSION
 from fluxq.base.devices import versions
 from fluxq.base.files import read_json, sha256_json
 from fluxq.base.model import ModelFolder
+from fluxq.base.output import name_of
 from fluxq.base.tensors import TensorFile
 from fluxq.quantize.checkpoint import build_on_meta, library_of
 from fluxq.quantize.exchange.dialects import DIALECTS
@@ -102,7 +102,7 @@ def record_of(
         imported=[
             Origin(
                 component=report.component,
-                origin=Path(os.path.abspath(path)).name,
+                origin=name_of(path),
                 dialect=report.dialect,
                 about=DIALECTS[report.dialect].about,
                 files=report.files,

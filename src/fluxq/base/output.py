@@ -221,6 +221,11 @@ def plain_path(path: str | Path) -> Path:
     return path.resolve() if ".." in path.parts and not path.exists() else path
 
 
+def name_of(path: Path) -> str:
+    """Return the name that people know a path by: that of a link, not of its target; of `.`, its folder's."""
+    return os.path.basename(os.path.abspath(path))
+
+
 def require_own(folder: Path, names: Iterable[str]) -> None:
     """Raise ValueError for a file of a folder that a command replaces, if nothing marks it as fluxq's."""
     for path in (path for name in names for path in sorted(folder.glob(name))):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -117,18 +116,8 @@ def bytes_option(*names: str, **how: Any) -> Callable:
     return click.option(*names, callback=bytes_in, metavar="SIZE", **how)
 
 
-class UserPath(click.Path):
-    """A path that may begin with `~`, which a shell leaves alone behind `--option=`."""
-
-    def __init__(self, **how: Any) -> None:
-        super().__init__(path_type=Path, **how)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return super().convert(os.path.expanduser(value), param, ctx)
-
-
-PATH = UserPath()
-FOLDER = UserPath(file_okay=False)
+PATH = click.Path(path_type=Path)
+FOLDER = click.Path(file_okay=False, path_type=Path)
 model_options = option_group(
     click.argument("model", required=False),
     click.option("--revision", help="Branch, tag or commit of a hub model."),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from fluxq.commands import show
 from fluxq.commands.exchanging import EXPORTS
 from fluxq.commands.options import (
     RECIPES,
-    UserPath,
     bytes_option,
     count_option,
     finite_in,
@@ -105,7 +106,7 @@ def plan(
 @click.option("--gpu", metavar="NAME", help="Model the time on this GPU: h200, 4060ti, …")
 @click.option(
     "--times",
-    type=UserPath(exists=True, dir_okay=False),
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
     help="File of `fluxq doctor` on that GPU; where it timed a product, that replaces the model's time.",
 )

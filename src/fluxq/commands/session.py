@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,13 +73,19 @@ class Command(click.Command):
         super().__init__(*args, **how)
         self.params += COMMON
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse words as click does, `~` in front of a value for the home folder: shells leave `--option=~/x` alone."""
+        return super().parse_args(ctx, [re.sub(r"^(--[\w-]+=)?(~.*)", _with_home, word, flags=re.S) for word in args])
+
     def invoke(self, ctx: click.Context) -> None:
         function: Any = self.callback
         named = inspect.signature(function).parameters
-        # a shell leaves `~` alone behind `--recipe=`, which takes names and files
-        values = {name: os.path.expanduser(v) if isinstance(v, str) else v for name, v in ctx.params.items()}
-        with session_of({name: value for name, value in values.items() if name not in named}) as session:
-            ctx.invoke(function, session, **{name: value for name, value in values.items() if name in named})
+        with session_of({name: value for name, value in ctx.params.items() if name not in named}) as session:
+            ctx.invoke(function, session, **{name: value for name, value in ctx.params.items() if name in named})
+
+
+def _with_home(word: re.Match[str]) -> str:
+    return (word[1] or "") + os.path.expanduser(word[2])
 
 
 command = partial(click.command, cls=Command)

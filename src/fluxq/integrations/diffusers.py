@@ -29,7 +29,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from torch import Tensor, nn
 
 from fluxq.base.console import logger
-from fluxq.base.modules import put_tensor, uncompiled_path
+from fluxq.base.modules import path_in_file, put_tensor
 from fluxq.integrations.loading import (
     FluxqConfig,
     attention_in,
@@ -191,7 +191,7 @@ class FluxqQuantizer(DiffusersQuantizer):
         tensors = {name: tensor for name, tensor in state_dict.items() if ".lora_" not in name}
         if len(tensors) < len(state_dict):
             logger.warning("adapters are not saved with the model, fused ones are; `save_lora_weights` writes them")
-        return {uncompiled_path(name).replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}, {}
+        return {path_in_file(name): tensor for name, tensor in tensors.items()}, {}
 
     def _dequantize(self, model: Any) -> Any:
         dequantize_layers(model, self.dtype)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 from fluxq.base.model import ModelFolder, resolve_model
-from fluxq.base.output import Output
+from fluxq.base.output import Output, name_of
 from fluxq.eval.report.card import model_card
 from fluxq.quantize.exchange import export
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
@@ -42,7 +41,7 @@ def import_(
     Arguments and errors are those of `inspect`, and of `import_model` in quantize/exchange/importing.py.
     """
     source = Path(path).expanduser()
-    name = re.sub(r"\.(safetensors(\.index\.json)?|gguf)$", "", Path(os.path.abspath(source)).name)
+    name = re.sub(r"\.(safetensors(\.index\.json)?|gguf)$", "", name_of(source))
     target = Path(output).expanduser() if output else Path(f"{name}-fluxq")
     where = _base_folder(base) if base else None
     reads = {"what is imported": source, "the 16-bit model": where.path if where else None}
@@ -104,5 +103,5 @@ def _base_folder(model: str) -> ModelFolder:
     """Return a file or a component's folder as given, else the pipeline that `resolve_model` finds."""
     path = Path(model).expanduser()
     if path.is_file() or (path.is_dir() and not (path / "model_index.json").is_file()):
-        return ModelFolder(Path(os.path.abspath(path)).name, path)  # of a link, the name that people gave
+        return ModelFolder(name_of(path), path)
     return resolve_model(model)

@@ -27,7 +27,7 @@ from fluxq.runtime.fused import FusedPart
 from fluxq.runtime.fused_forms import product_of
 from fluxq.runtime.graphs import capture, hoisted_in, require_capturable, step_of
 from fluxq.runtime.modulation import hoist_modulation
-from fluxq.runtime.placed import models_of, target_device
+from fluxq.runtime.placed import called_of, models_of, target_device
 from fluxq.runtime.prepare import MANY_TOKENS, Prefer, prepare
 
 
@@ -60,7 +60,7 @@ def optimize(model: Any, *, device: str | torch.device | None = None, graphs: bo
             if not _wrong_there(targets[name]):
                 _lacks(targets[name])
                 fused.require_fusable(part, families[type(part).__name__])
-    _take_out_graphs(model, models)
+    _take_out_graphs(model)
     if graphs:
         _prepare_rest(model, [layer for part in models.values() for _, layer in quant_layers(part)], device)
     parts: list[FusedPart] = []
@@ -86,16 +86,13 @@ def restore(model: Any) -> int:
 
     Graphs and tables of `optimize(graphs=True)` are taken out too; layers stay prepared.
     """
-    models = models_of(model)
-    _take_out_graphs(model, models)
-    return sum(map(fused.restore, models.values()))
+    _take_out_graphs(model)
+    return sum(map(fused.restore, models_of(model).values()))
 
 
-def _take_out_graphs(model: Any, models: dict[str, nn.Module]) -> None:
+def _take_out_graphs(model: Any) -> None:
     """Take out what `optimize` captured and hoisted; what users did themselves stays."""
-    called = [model] if isinstance(model, nn.Module) else model.components.values()
-    wrappers = [part for part in called if isinstance(part, nn.Module)]  # of torch.compile: the step is around them
-    for part in (*models.values(), *wrappers):
+    for part in (*models_of(model).values(), *called_of(model).values()):
         for each in (step_of(part), hoisted_in(part.modules())):
             if each is not None and each.by_optimize:
                 each.remove()

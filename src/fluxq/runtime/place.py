@@ -20,7 +20,7 @@ from fluxq.base import console
 from fluxq.recipes.cards import CONTEXT, STAYS, PartSize, Way, fit, in_words, least
 from fluxq.runtime.modulation import MAX_ROWS, hoist_modulation, hoisted_in, modulation_of
 from fluxq.runtime.peaks import on_meta, peaks
-from fluxq.runtime.placed import is_offloaded, models_of
+from fluxq.runtime.placed import called_of, is_offloaded, models_of
 
 _STEPS = 50  # of a pipeline whose call does not say
 _BLOCKS = (nn.ModuleList, nn.Sequential)  # diffusers' group offload takes their members for blocks
@@ -211,13 +211,14 @@ def _require_plain(pipe: Any) -> None:
 
     if not hasattr(pipe, "components") or not hasattr(pipe, "enable_model_cpu_offload"):
         raise ValueError(f"place needs a pipeline of diffusers, got {type(pipe).__name__}")
+    called = called_of(pipe)
     for name, model in models_of(pipe).items():
         if is_offloaded(model):
             raise ValueError(
                 f"{name} is offloaded already, and two would move the same weights: load the pipeline again, or "
                 "`pipe.remove_all_hooks()` after enable_model_cpu_offload, and place it then"
             )
-        if step_of(model) or step_of(getattr(pipe, name, model)) or hoisted_in(model.modules()):
+        if step_of(model) or step_of(called[name]) or hoisted_in(model.modules()):
             raise ValueError(
                 f"{name} is captured or hoisted already: call `fluxq.restore(pipe)`, or remove() what was returned, "
                 "then place, then capture; a captured step needs everything on the GPU"

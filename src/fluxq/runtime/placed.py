@@ -13,8 +13,13 @@ from fluxq.base.modules import uncompiled
 
 def models_of(pipe: Any) -> dict[str, nn.Module]:
     """Return component's name, empty for a model by itself -> model, without what torch.compile puts around it."""
-    parts = {"": pipe} if isinstance(pipe, nn.Module) else dict(pipe.components)
-    return {name: uncompiled(part) for name, part in parts.items() if isinstance(part, nn.Module)}
+    return {name: uncompiled(part) for name, part in called_of(pipe).items()}
+
+
+def called_of(pipe: Any) -> dict[str, nn.Module]:
+    """Return the same names -> what is called, in which torch.compile may have put the model."""
+    parts = {"": pipe} if isinstance(pipe, nn.Module) else pipe.components
+    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
 
 
 def is_offloaded(model: nn.Module) -> bool:

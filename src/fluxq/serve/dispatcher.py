@@ -25,6 +25,7 @@ from fluxq.serve.shadow import Shadows
 from fluxq.serve.times import JOINED, Times
 from fluxq.serve.traces import Spans
 
+_AT_ONCE = "the server was told to end at once"
 _RETRIES = 5.0  # seconds between tries to start a worker
 _LATER = 0.25  # of the time that a restart has taken: what is late already takes longer still
 _WARM_STEPS = 3
@@ -87,6 +88,11 @@ class Job:
         if self.error is not None:
             raise self.error
         return [self.made[order.number] for order in self.orders]
+
+    def end_at_once(self) -> None:
+        """Tell who waits that the server was told to end at once."""
+        self.error = Unavailable(_AT_ONCE)
+        self.news.put_nowait(None)
 
 
 class Unavailable(RuntimeError):
@@ -154,7 +160,7 @@ class Dispatcher:
         self.is_draining = self._has_given_up = True
         self._ending.set()
         for entry in self.queue:
-            self._fail(entry, Unavailable("the server was told to end at once"))
+            self._fail(entry, Unavailable(_AT_ONCE))
         self.hands.kill()
 
     async def stop(self) -> None:
@@ -201,8 +207,7 @@ class Dispatcher:
         entry.order = self._drawn(entry.order)
         entry.owner = job = Job((entry.order,), setting)
         if self._has_given_up:  # the loop has ended: another server makes it
-            job.error = Unavailable("the server was told to end at once")
-            job.news.put_nowait(None)
+            job.end_at_once()
             return job
         self.queue.accept(entry)
         self._awake.set()
@@ -404,7 +409,7 @@ class Dispatcher:
                     del running[quantum.number]
                 elif self._asking or each.order.model not in self.memory or not self._goes_on(running.values()):
                     self.hands.pause()  # also to learn what loading this one's model has unloaded
-        if joined and len(joined) == len(group) and not is_refused:
+        if len(joined) == len(group) and not is_refused:
             self.times.fail(entry.order, len(group))
         for each in joined:  # again from the start, where an error of its own ends it
             each.is_alone, each.steps = True, 0

@@ -164,9 +164,8 @@ class RedisQueue:
         """Answer the clients that wait, at once: what they can find again, another server makes."""
         self._ends = True  # nothing more is taken
         for job in list(self._watched):
-            job.error = Unavailable("the server was told to end at once")
             self.cancel(job)
-            job.news.put_nowait(None)
+            job.end_at_once()
 
     def cancel(self, job: Job) -> None:
         """Let a client go; what nobody waits for and nobody can find is let go too, wherever it is made."""
@@ -213,10 +212,7 @@ class RedisQueue:
             video.fail(_error_of(read(Failure, failed)))
         elif made is not None:
             video.status, video.progress, video.file = "completed", 100, file[0] if whole else None
-            finished = read(Finished, made)
-            frames = finished.frames or 1
-            video.about = api.told(_made(order, finished, b"", spec))
-            video.about |= {"num_frames": frames, "seconds": f"{frames / spec.fps:g}"}
+            video.describe(_made(order, read(Finished, made), b"", spec))
         return video
 
     async def forget_video(self, name: str) -> None:
@@ -290,8 +286,7 @@ class RedisQueue:
 
     def _watch(self, job: SharedJob) -> SharedJob:
         if self._ends:
-            job.error = Unavailable("the server was told to end at once")
-            job.news.put_nowait(None)
+            job.end_at_once()
         elif job.fps is None:
             self._watched.add(job)
             self._spawn(self._follow(job))

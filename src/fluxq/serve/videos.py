@@ -51,6 +51,11 @@ class Video:
             row |= {"completed_at": int(self.completed), "expires_at": int(self.completed + KEPT_SECONDS)}
         return row | {"error": self.error} | self.about
 
+    def describe(self, made: Made) -> None:
+        """Tell how it was made, with its number of frames, which pipelines round."""
+        frames = made.picture.frames or 1
+        self.about = api.told(made) | {"num_frames": frames, "seconds": f"{frames / self.fps:g}"}
+
     def fail(self, error: Exception) -> None:
         """Tell that it could not be made."""
         self.status, self.completed = "failed", self.completed or time.time()
@@ -98,8 +103,7 @@ class Videos:
             return
         (made,) = job.made.values()
         job.made.clear()  # its pixels
-        frames = made.picture.frames or 1
-        video.about = api.told(made) | {"num_frames": frames, "seconds": f"{frames / video.fps:g}"}
+        video.describe(made)
         try:
             video.file = await asyncio.to_thread(file_of, made, video.fps)
         except Exception as error:
