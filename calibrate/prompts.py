@@ -163,7 +163,7 @@ def load_prompts(
     shuffle: seed of an order of its own, the same on every machine; None keeps the set's.
     pipeline: the class whose `__call__` takes a file's columns of ARGUMENTS; None reads prompts alone.
     """
-    label, where, entries = _find(source, model)
+    label, where, entries = _find(source, model, is_alone=pipeline is None)
     arguments = _arguments_reader(Path(source).parent, pipeline) if pipeline else lambda _place, _columns: ()
     rows = []
     for place, value, columns in entries:
@@ -194,15 +194,16 @@ def require_source(source: str) -> None:
         raise ValueError(f"prompts {source!r}: a FIFO or device, which ends nowhere; write the prompts to a file")
 
 
-def _find(source: str, model: ModelFolder) -> tuple[str, object, Iterable[Entry]]:
-    """Return the source's name, its place, and its rows."""
+def _find(source: str, model: ModelFolder, is_alone: bool) -> tuple[str, object, Iterable[Entry]]:
+    """Return the source's name, its place, and its rows. is_alone: whether only their prompts are wanted."""
     if source == "default":
         file = model.path / PROMPTS_FILE
         path, label = (file, f"{model.name}/{PROMPTS_FILE}") if file.is_file() else (_BUNDLED, "bundled")
         return label, path, _read_text(path)
     path = Path(source)
     if path.is_file():
-        return path.name, path, _reader(path)(path)
+        reader = _reader(path)
+        return path.name, path, reader(path, is_alone) if reader is _read_parquet else reader(path)
     if path.is_dir():
         return path.name, path, _read_saved(path)
     require_source(source)
@@ -326,7 +327,11 @@ def _decoded(path: Path, mode: str) -> Image.Image:
     try:
         with Image.open(path, formats=_IMAGE_FORMATS) as image:
             if image.width * image.height <= _MAX_PIXELS:
-                return ImageOps.exif_transpose(image).convert(mode)
+                image.load()
+                upright: Image.Image = image
+                with suppress(Exception):  # Pillow raises all kinds over damaged EXIF data
+                    upright = ImageOps.exif_transpose(image)
+                return upright.convert(mode)
             size = f"{image.width}x{image.height} pixels"
     except Image.DecompressionBombError:
         size = "far too many pixels"
@@ -450,14 +455,14 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Entry]:
         raise ValueError(f"{path}:{rows.line_num + 1}: {what}") from None
 
 
-def _read_parquet(path: Path) -> Iterator[Entry]:
+def _read_parquet(path: Path, is_alone: bool = False) -> Iterator[Entry]:
     import pyarrow.parquet
 
     try:
         names = pyarrow.parquet.read_schema(path).names
         column = _column(names, str(path))
         # Other columns may hold gigabytes of pictures.
-        columns = [name for name in names if name == column or _nearest(name)]
+        columns = [name for name in names if name == column or (_nearest(name) and not is_alone)]
         with pyarrow.parquet.ParquetFile(path) as file:
             texts = _require_small(path, file.metadata, columns)
         number = nbytes = 0

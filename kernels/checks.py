@@ -32,8 +32,8 @@ def check_device(name: str, device: torch.device) -> None:
     interpreted = JITFunction.run.__module__ != JITFunction.__module__
     if device.type != "cuda" and not interpreted:
         raise ValueError(
-            f"{name}: Triton kernels run on CUDA and ROCm devices, the tensors are on {device}: move them, or use the "
-            "torch reference in fluxq.quantize"
+            f"{name}: Triton kernels run on CUDA and ROCm devices, the tensors are on {device}: move them, or call the "
+            "op of torch.ops.fluxq, which has a torch reference"
         )
 
 

@@ -31,6 +31,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from fluxq.base.devices import free_bytes
 from fluxq.base.files import read_json, sha256_file, sha256_json, write_json
 from fluxq.base.model import HASHED_AT_ONCE, PICKLES, PLAN_FILE, ModelFolder, module_of
+from fluxq.base.output import EXPORT_FILE
 from fluxq.base.tensors import Stored, TensorFile, fingerprint_of, join_weights
 from fluxq.kernels.linear import linears_of, placeholder
 from fluxq.recipes.computing import QuantizationConfig
@@ -313,7 +314,7 @@ def _copied_files(source: ModelFolder) -> Iterator[Path]:
     """Yield the files beside the components that a checkpoint has too."""
     for path in sorted(source.path.iterdir()):
         is_copied = path.name == "model_index.json" or path.name.lower().startswith(("license", "notice", "fluxq_"))
-        if is_copied and path.is_file() and path.name != PLAN_FILE:
+        if is_copied and path.is_file() and path.name not in (PLAN_FILE, EXPORT_FILE):
             yield path
 
 

@@ -139,7 +139,8 @@ def round_with_feedback(
             target[:at].addr_(feed.lower[column, start:column], error[column])
     if format.block[1] == 0:
         scales = scales.reshape(format.scale_shape(n, k))
-    return QuantizedTensor(encode.pack(codes.T.contiguous(), format.element), scales, global_scale, (n, k), format)
+    codes = codes.T.clone(memory_format=torch.contiguous_format)  # `contiguous` leaves a single row its strides
+    return QuantizedTensor(encode.pack(codes, format.element), scales, global_scale, (n, k), format)
 
 
 def search_scales(blocks: Tensor, importance: Tensor, format: Format, global_scale: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from fluxq.base.console import did_you_mean
 from fluxq.recipes.all_families import FAMILIES
+from fluxq.recipes.generic import UNNAMED_ROLE
 from fluxq.recipes.recipe import Recipe, faults_in, line_of, load_recipe
 
 
@@ -22,7 +23,7 @@ def faults_of(name_or_path: str) -> list[str]:
 
 
 def _unknown_roles(name_or_path: str, recipe: Recipe) -> Iterator[str]:
-    roles = sorted({group.role for family in FAMILIES.values() for group in family.groups})
+    roles = sorted({UNNAMED_ROLE, *(group.role for family in FAMILIES.values() for group in family.groups)})
     for name, component in recipe.components.items():
         for index, override in enumerate(component.overrides):
             if override.role is not None and override.role not in roles:

@@ -3,8 +3,8 @@
     attainable time = max(FLOPs / (peak · efficiency), bytes / (bandwidth · efficiency))
 
 Peaks are dense (data sheets like to quote sparse ones, which are twice as high) and accumulate in fp32 or int32. An
-efficiency without a source is assumed, and everything that prints a time says so. Nothing here was measured by this
-project. Imports no torch.
+efficiency without a source is assumed, and everything that prints a time says so. This project measured those of an
+H200. Imports no torch.
 
 The arithmetic of a chip is in cost.py (NATIVE, EIGHT_BIT, REFERENCE), which tests hold against the kernels that were
 compiled. Apple's machines are listed by their CPU: fluxq has no kernel for their GPU, and torch no float8.

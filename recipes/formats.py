@@ -156,7 +156,9 @@ class Format:
         if group_size is None or group_size == self.group_size:
             return self
         if self.name != "int4" or group_size not in INT4_GROUP_SIZES:
-            allowed = "64 or 128" if self.name == "int4" else f"fixed at {self.group_size or 'the row'}"
+            cure = "leave it out, or write `group_size: null` where `extends` has one"
+            fixed = f"fixed at {self.group_size or 'the row'}; {cure}"
+            allowed = "64 or 128" if self.name == "int4" else fixed
             raise ValueError(f"group_size {group_size} is not offered for {self.name}: it is {allowed}")
         return dataclasses.replace(self, name=f"{self.name}_g{group_size}", block=(1, group_size))
 

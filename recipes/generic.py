@@ -23,6 +23,7 @@ from fluxq.recipes.plan import GENERIC, MODULATION_ROLE, LinearShape
 
 LEAST_CERTAINTY = 0.5  # below it a model is refused
 SMALLEST = 64  # smaller N and K win nothing: gates of heads, say
+UNNAMED_ROLE = "unnamed"  # of Linears whose names tell nothing
 K_UNIT = 16  # the smallest group of a format, and the width of a read of 8-bit units
 
 
@@ -180,7 +181,7 @@ def _role(name: str, linear: LinearShape, members: Mapping[str, LinearShape], is
         return _Role(_way(linear, words), _gate_key(name, linear, members) or (name,))
     if linear.k > linear.n and words & _OUT:
         return _Role("mixed_out", (name,))  # of attention and feed-forward side by side, as a rule
-    return _Role(_UNNAMED, (name,))
+    return _Role(UNNAMED_ROLE, (name,))
 
 
 def _stream(name: str) -> str:
@@ -289,7 +290,7 @@ def _judge(
     """Return (certainty, reasons)."""
     total = sum(linear.n * linear.k for linear in tree.linears)
     kinds = Counter(tree.modules[block] for stack in stacks.values() for block in stack)
-    guessed = {(group.block, name) for group in groups for name in group.members if group.role == _UNNAMED}
+    guessed = {(group.block, name) for group in groups for name in group.members if group.role == UNNAMED_ROLE}
     reasons, sure = [], 0
     for pattern, stack in stacks.items():
         linears = [linear for members in stack.values() for linear in members.values()]
@@ -306,8 +307,6 @@ def _judge(
         reasons.append("no module list has members with an attention, by their names")
     return (sure / total if total else 0.0), tuple(reasons)
 
-
-_UNNAMED = "unnamed"
 
 _Q = {"q", "query", "wq"}
 _K_OR_V = {"k", "v", "key", "value", "wk", "wv"}

@@ -698,9 +698,10 @@ def scheme_of(weights: Operand | None, activations: Operand | None, static_input
 
 
 def override_for(layer: LayerPlan, overrides: Sequence[Override]) -> Override | None:
-    """Return the override that decides about a layer, None without one."""
+    """Return the override that decides about a layer, None without one; only patterns reach layers of no group."""
+    role = layer.role if layer.group else ""
     for override in reversed(overrides):
-        if override.role == layer.role or any(matches(pattern, layer.name) for pattern in override.patterns):
+        if override.role == role or any(matches(pattern, layer.name) for pattern in override.patterns):
             return override
     return None
 

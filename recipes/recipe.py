@@ -74,7 +74,8 @@ class Operand(Strict):
         row = find_format(self.format).with_group_size(self.group_size)
         if self.four_over_six and not row.two_level:
             raise ValueError(
-                f"four_over_six is a choice between two scales of an nvfp4 block; {row.name} has none, leave it out"
+                f"four_over_six is a choice between two scales of an nvfp4 block; {row.name} has none: write "
+                "`four_over_six: false`"
             )
         return self
 

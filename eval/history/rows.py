@@ -198,7 +198,7 @@ def current_commit(folder: Path | None = None) -> Commit | None:
 
 def commit_at(folder: Path | None, revision: str) -> Commit | None:
     """Return a commit of a folder's repository, unchanged; None where it has none of that name."""
-    fields = _git_output(folder, "log", "-1", "--format=%H %cI", revision).split()
+    fields = _git_output(folder, "log", "-1", "--no-show-signature", "--format=%H %cI", revision).split()
     return Commit(revision=fields[0], time=fields[1], is_changed=False) if fields else None
 
 

@@ -210,6 +210,8 @@ def kid(images: Features, reference: Features, seed: int = 0) -> tuple[float, fl
 
 def kernel_distance(x: Tensor, y: Tensor) -> float:
     """Return the unbiased MMD² of features (N, D) and (M, D), cubic kernel: no image is paired with itself."""
+    if x.shape[1] != y.shape[1]:
+        raise Unmeasured(f"features of {x.shape[1]} and {y.shape[1]} dimensions have no kernel distance")
     x, y = x.double(), y.double()
 
     def kernel(a: Tensor, b: Tensor) -> Tensor:
@@ -258,6 +260,8 @@ def read_statistics(path: Path) -> Features | Moments:
         "extractor": str(stored["extractor_sha256"]) if "extractor_sha256" in stored else None,
     }
     if "features" in stored:
+        if stored["features"].ndim != 2:
+            raise ValueError(f"{path}: features is {stored['features'].shape}, expected (N, D)")
         return Features(torch.from_numpy(stored["features"]), **facts)
     if not {"mu", "sigma"} <= stored.keys():
         raise ValueError(f"{path}: holds {', '.join(sorted(stored)) or 'nothing'}, expected the arrays mu and sigma")

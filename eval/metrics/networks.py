@@ -219,12 +219,12 @@ def image_files(folder: Path) -> Lazy:
 
 
 def _read_image(path: Path) -> Tensor:
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
         with Image.open(path) as image:
             pixels = np.array(image.convert("RGB"))
-    except (OSError, UnidentifiedImageError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # a damaged PNG raises any
         raise ValueError(f"{path}: not a readable image ({error})") from None
     return torch.from_numpy(pixels).permute(2, 0, 1)
 

@@ -11,7 +11,6 @@ packages are not among fluxq's dependencies, are adapted below in the same shape
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,11 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from pydantic import ValidationError
+
+from fluxq.base.console import first_fault
+from fluxq.eval.metrics.schema import Figure
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,14 +84,18 @@ def find_plugins() -> dict[str, PluginSource]:
 
 
 def load_class(source: PluginSource) -> Any:
-    """Import the plug-in's class; Unmeasured if it lacks an attribute of `MetricPlugin`."""
+    """Import the plug-in's class; Unmeasured if it lacks an attribute of `MetricPlugin`, or a report cannot take it."""
     with _foreign(source, "cannot be imported"):
         plugin_class = source.load()
-    absent = [name for name in ("name", "unit", "digits", "better", "how", "score") if not hasattr(plugin_class, name)]
+    absent = [name for name in (*Figure.model_fields, "score") if not hasattr(plugin_class, name)]
     if absent:
         raise Unmeasured(f"{_named(source)} lacks {', '.join(absent)}: it is no metric of this fluxq")
     if plugin_class.better not in ("higher", "lower"):
         raise Unmeasured(f"{_named(source)}: `better` is {plugin_class.better!r}, expected 'higher' or 'lower'")
+    try:
+        Figure(**{name: getattr(plugin_class, name) for name in Figure.model_fields})
+    except ValidationError as error:
+        raise Unmeasured(f"{_named(source)}: no report takes what it says ({first_fault(error)})") from None
     return plugin_class
 
 
@@ -131,8 +139,10 @@ class ImageReward:
         """Return its reward of each uint8 image (3, H, W) for its prompt; about 0 on average over real images."""
         import torch
 
+        from fluxq.eval.images.generate import as_picture
+
         with torch.no_grad():
-            return [self.model.score(prompt, _png(image)) for image, prompt in zip(images, prompts, strict=True)]
+            return [self.model.score(prompt, as_picture(x)) for x, prompt in zip(images, prompts, strict=True)]
 
 
 class HPSv2:
@@ -180,15 +190,6 @@ def _foreign(source: PluginSource, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise Unmeasured(f"{_named(source)} {what}: {type(error).__name__}: {error}") from error
-
-
-def _png(image: Tensor) -> io.BytesIO:
-    from fluxq.eval.images.generate import as_picture
-
-    stream = io.BytesIO()
-    as_picture(image).save(stream, "PNG")
-    stream.seek(0)
-    return stream
 
 
 ADAPTERS: dict[str, PluginSource] = {

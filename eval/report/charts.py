@@ -683,8 +683,9 @@ def _own_ids(svg: str, key: str) -> str:
 
 
 def _vegalite() -> str:
-    """Return the version that altair writes, as vl-convert names it: "6.4" of "v6.4.1"."""
-    return ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+    """Return the version that altair writes, "6.4" of "v6.4.1", or the newest where vl-convert does not know it."""
+    written, known = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2]), vl_convert.get_vegalite_versions()
+    return written if written in known else known[-1]
 
 
 def _colour(field: str, names: Sequence[str], colours: Sequence[str] = (), **how: Any) -> alt.Color:

@@ -11,6 +11,8 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -164,20 +166,19 @@ class Gpu(Sensors, Machine):
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Return the conditions of a timing: GPU, driver, clocks and power as they are now, and versions."""
-    import triton
-
-    facts: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+    triton = import_module("triton").__version__ if find_spec("triton") else "not installed"
+    facts: dict[str, Any] = {"torch": torch.__version__, "triton": triton, "cuda": torch.version.cuda}
     if device.type != "cuda":
         return {"gpu": "none", **facts}
     properties = torch.cuda.get_device_properties(device)
     facts = {"gpu": properties.name, "multiprocessors": properties.multi_processor_count, **facts}
-    return facts | _query(device.index or 0)
+    return facts | _query(str(properties.uuid))
 
 
-def _query(index: int) -> dict[str, str]:
-    """Return what nvidia-smi says of the GPU, by field; empty if it is absent or fails."""
+def _query(uuid: str) -> dict[str, str]:
+    """Return what nvidia-smi, which numbers GPUs otherwise, says of one, by field; empty if it is absent or fails."""
     fields = "driver_version clocks.sm clocks.mem clocks.max.sm power.limit power.draw temperature.gpu".split()
-    command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

@@ -71,7 +71,7 @@ def model_bytes(components: Mapping[str, Any]) -> int:
 
 def _instead(layer: QuantLinear, device: torch.device) -> str:
     """Return the format that the device rounds a layer's input to, if it is not its scheme's; else empty."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    if device.type != "cuda":
         return ""
     rounded = rounded_to(layer, device, _MANY_TOKENS, layer.compute_dtype)
     by_scheme = layer.scheme.activations.name if layer.scheme.activations else None
@@ -80,6 +80,8 @@ def _instead(layer: QuantLinear, device: torch.device) -> str:
 
 def rounded_to(layer: QuantLinear, device: torch.device, tokens: int, dtype: torch.dtype) -> str | None:
     """Return the format of the activations in a GPU's product for a layer; the torch reference has all."""
+    if find_spec("triton") is None:  # torch's reference computes
+        return layer.scheme.activations.name if layer.scheme.activations else None
     from fluxq.kernels.dispatch import choose
     from fluxq.kernels.tiles import chip_of  # needs Triton
 

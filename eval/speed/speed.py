@@ -291,9 +291,14 @@ def _why_not(entry: Entry, best: Entry, stage: str) -> str | None:
     return None
 
 
+def _is_offloaded(pipe: Any) -> bool:
+    """Tell whether the parts of a pipeline come to the device by themselves, one at a time."""
+    return bool(getattr(pipe, "_all_hooks", None))
+
+
 def _move(pipe: Any, device: str) -> None:
-    """Put a pipeline on a device; of an offloaded one, whose parts come by themselves, only take them off."""
-    if getattr(pipe, "_all_hooks", None):
+    """Put a pipeline on a device; of an offloaded one only take the parts off."""
+    if _is_offloaded(pipe):
         pipe.maybe_free_model_hooks()
     else:
         pipe.to(device)
@@ -432,7 +437,8 @@ class _Bench:
             self._run(entry)
         peak = self.machine.peak()
         if peak is not None and before is not None:
-            entry.peak_bytes = entry.opened.resident_bytes + peak - before
+            was_there = 0 if _is_offloaded(entry.opened.pipe) else entry.opened.resident_bytes
+            entry.peak_bytes = was_there + peak - before
 
     def _turn(self, entry: Entry) -> Round:
         if self._bring(entry.opened):

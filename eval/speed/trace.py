@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -43,7 +44,7 @@ def is_trace(file: Path) -> bool:
     try:
         with _opened(file, "rb") as stream:
             return stream.read(len(_BEGINNING)) == _BEGINNING
-    except (OSError, EOFError):  # gzip's errors are such
+    except (OSError, EOFError, zlib.error):  # what gzip raises
         return False
 
 

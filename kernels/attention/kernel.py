@@ -265,7 +265,7 @@ def _check_input(q: Tensor, k: Tensor, v: Tensor, codes: str) -> None:
     if q.shape[3] not in HEAD_SIZES:
         raise ValueError(
             f"attention_fp8: heads have {q.shape[3]} elements, expected one of {', '.join(map(str, HEAD_SIZES))}: "
-            "use the torch reference in fluxq.quantize, or attention in 16 bit"
+            "use the torch reference in kernels/attention/op.py, or attention in 16 bit"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.stride(3) != 1:

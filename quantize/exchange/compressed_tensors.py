@@ -319,7 +319,7 @@ def _write(made: Path, name: str, checkpoint: ModelFolder, contents: Sequence[Co
                 shutil.copyfile(path, made / path.name)
 
 
-_OF_TOKENIZERS = (".json", ".txt", ".model")
+_OF_TOKENIZERS = (".json", ".txt", ".model", ".jinja")
 _NOT_BY_TRANSFORMERS = (
     "stock transformers does not load a T5 with 4-bit layers of compressed-tensors, whoever wrote them: it initializes "
     "`weight`, which they have not; fp8 and int8 load"

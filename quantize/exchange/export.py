@@ -231,7 +231,7 @@ class ComponentPlan:
             layers = [source.layer(name) for name in unit.parts]
             layer = join(layers) if choice.schemes and not choice.why else None
             if choice.schemes and choice.why:
-                tried = [_rounded(layers, choice, scheme) for scheme in choice.schemes]
+                tried = [_rounded(source, layers, choice, scheme) for scheme in choice.schemes]
                 layer, changed = min(tried, key=lambda one: one[1].added_error)
                 if choice.is_side and changed.added_error > MOST_ADDED:
                     why = f"{choice.why}; {changed.now} would add an error of {changed.added_error:.1%}"
@@ -467,11 +467,15 @@ def _distance(row: Row, source_scheme: Scheme) -> tuple[Any, ...]:
     )
 
 
-def _rounded(layers: Sequence[QuantTensors], choice: Choice, scheme: Scheme) -> tuple[QuantTensors, Changed]:
+def _rounded(
+    source: NativeComponent, layers: Sequence[QuantTensors], choice: Choice, scheme: Scheme
+) -> tuple[QuantTensors, Changed]:
     """One layer of all parts, rounded from what their codes stand for."""
     weight, bias = stacked([layer.collapsed() for layer in layers])
     made = QuantizedTensor.quantize(weight, scheme.weights, name=choice.unit.name)
-    tensors = made.tensors() | ({} if bias is None else {"bias": bias.to(layers[0].dtype)})
+    tensors = made.tensors()
+    if bias is not None and all(name in source.biases for name in choice.unit.parts):
+        tensors["bias"] = bias.to(layers[0].dtype)
     if scheme.static_input:
         tensors["input_scale"] = layers[0].tensors["input_scale"]
     changed = _changed(choice, layers, tensors, made.dequantize(), weight, str(scheme))

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fluxq.base.files import read_json
@@ -130,6 +131,12 @@ class ModelFile(Headers):
             if owner := alone.get(name) or next(above, ""):
                 suffixes.setdefault(owner, []).append(name[len(owner) + 1 :])
         return suffixes
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The 16-bit dtype that most tensors of the denoiser have."""
+        words = [stored.dtype for name, stored in self.stored.items() if name.startswith(self.prefix)]
+        return torch.float16 if words.count("F16") > words.count("BF16") else torch.bfloat16
 
     @property
     def files(self) -> list[Path]:

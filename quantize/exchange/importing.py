@@ -265,7 +265,8 @@ def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, d
                 report.errors |= dict.fromkeys(modules, against.error)
             if against is not None and against.best:
                 report.mended[name] = list(against.best)
-            for module, part in zip(modules, _split(read, modules, expected), strict=True):
+            for module, split_off in zip(modules, _split(read, modules, expected), strict=True):
+                part = _without_needless_bias(module, split_off, expected)
                 why = part.why if isinstance(part, Plain) else _misfit(module, part, linears)
                 if not why and isinstance(part, QuantTensors):
                     schemes[module] = part.scheme
@@ -274,7 +275,7 @@ def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, d
                     report.notes += [f"{name}: {note}" for note in part.notes]
                 elif dequantize:
                     report.dequantized[module] = why
-                    put(_dense(module, part, expected))
+                    put(_dense(module, part, expected, model.dtype))
                 else:
                     refused[module] = f"{why}; --dequantize makes it 16 bit"
         except ValueError as error:
@@ -385,6 +386,20 @@ def _split(layer: Decoded, modules: list[str], expected: Mapping[str, Tensor]) -
     return [Plain(w, b, layer.why) for w, b in zip(layer.weight.split(sizes), biases, strict=True)]
 
 
+def _without_needless_bias(
+    module: str, layer: QuantTensors | Plain, expected: Mapping[str, Tensor]
+) -> QuantTensors | Plain:
+    """The layer without a bias that the model lacks, which some writers have for every Linear; ValueError if not 0."""
+    bias = layer.bias if isinstance(layer, Plain) else layer.tensors.get("bias")
+    if bias is None or f"{module}.bias" in expected:
+        return layer
+    if bias.any():
+        raise ValueError(f"the model has no {module}.bias; is its configuration that of another one?")
+    if isinstance(layer, Plain):
+        return replace(layer, bias=None)
+    return replace(layer, tensors={name: tensor for name, tensor in layer.tensors.items() if name != "bias"})
+
+
 def _misfit(module: str, layer: QuantTensors, linears: Mapping[str, nn.Module]) -> str:
     """Return the reason why a quantized layer cannot be one in the model; "" if it can."""
     linear = linears.get(module)
@@ -399,16 +414,16 @@ def _misfit(module: str, layer: QuantTensors, linears: Mapping[str, nn.Module]) 
     return ""
 
 
-def _dense(module: str, layer: Decoded, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _dense(module: str, layer: Decoded, expected: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     weight, bias = layer.collapsed()
-    tensors = {f"{module}.weight": weight.bfloat16().reshape(expected[f"{module}.weight"].shape)}
-    return tensors | ({f"{module}.bias": bias.detach().bfloat16()} if bias is not None else {})
+    tensors = {f"{module}.weight": weight.to(dtype).reshape(expected[f"{module}.weight"].shape)}
+    return tensors | ({f"{module}.bias": bias.detach().to(dtype)} if bias is not None else {})
 
 
 def _plain(tensor: Tensor, whole: Joined, expected: Mapping[str, Tensor], model: ModelFile) -> dict[str, Tensor]:
     """A tensor that is not quantized, under its names in diffusers."""
-    if tensor.element_size() == 1 and tensor.is_floating_point():  # a plain cast to fp8, of which bf16 holds all
-        tensor = tensor.bfloat16()
+    if tensor.element_size() < 4 and tensor.is_floating_point():  # a plain cast to fp8, or the other dtype of 16 bit
+        tensor = tensor.to(model.dtype)
     if not tensor.is_floating_point() and any(expected[p].is_floating_point() for p in whole.parts if p in expected):
         raise ValueError(f"{model.path}: {whole.original} holds integers ({tensor.dtype}); get the file again")
     missing = [part for part in whole.parts if part not in expected]
@@ -419,7 +434,8 @@ def _plain(tensor: Tensor, whole: Joined, expected: Mapping[str, Tensor], model:
         return {}
     sizes = [expected[part].shape[0] if expected[part].ndim else 1 for part in whole.parts]
     shapes = [tuple(expected[part].shape) for part in whole.parts]
-    if tensor.numel() != sum(expected[part].numel() for part in whole.parts):
+    is_turned = tensor.ndim == 2 and any(len(shape) == 2 and shape[1] != tensor.shape[1] for shape in shapes)
+    if is_turned or tensor.numel() != sum(expected[part].numel() for part in whole.parts):
         size = "×".join(map(str, tensor.shape))
         raise ValueError(f"{model.path}: {whole.original} is {size}, the model asks for {shapes}; is it another model?")
     pieces = tensor.split(sizes) if len(sizes) > 1 else (tensor,)

@@ -520,7 +520,7 @@ def _numbers(model: ModelFile, layer: FileLayer, tensors: Mapping[str, Tensor]) 
         elif bad := not_finite(tensor):
             kind = "codes that are NaN" if tensor.element_size() == 1 else "scales that are no numbers"
             yield "no numbers" if suffix == "bias" else kind, f"{bad} of {tensor.numel()} in {suffix}"
-        elif suffix == "bias" and float(tensor.float().abs().max()) > LARGEST:
+        elif suffix == "bias" and tensor.numel() and float(tensor.float().abs().max()) > LARGEST:
             yield "too large", f"{suffix} is up to {float(tensor.float().abs().max()):.3g}"
 
 

@@ -28,13 +28,15 @@ class Base:
 
     @classmethod
     def of(cls, path: Path, component: str, model: ModelFile) -> Base:
-        """The base's component of that name, else the one whose class or names are the model's."""
+        """The base's component of that name, else the one of the model's class or names; ValueError for several."""
         models = open_models(path)
         if component in models:
             return cls(models[component])
-        alike = [candidate for candidate in models.values() if model.family and candidate.family == model.family]
-        if len(alike) == 1:
-            return cls(alike[0])
+        alike = [name for name, candidate in models.items() if model.family and candidate.family == model.family]
+        if len(alike) > 1:
+            raise ValueError(f"{path}: it may be {' or '.join(alike)}; give the component's own folder as --base")
+        if alike:
+            return cls(models[alike[0]])
         return cls(open_model(path))
 
     def rows(self, shape: tuple[int, int], joined: Joined) -> tuple[Tensor | None, dict[str, Tensor], str]:

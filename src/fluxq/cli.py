@@ -1,7 +1,8 @@
 """The `fluxq` command: each subcommand parses, calls one function of jobs/ and prints.
 
-Exit codes: 0 done, 1 something failed while working, 2 the request cannot work, 130 interrupted. Results go to
-stdout, everything else to stderr. Heavy imports happen inside the commands, so that `--help` is instant.
+Exit codes: 0 done, 1 something failed while working, 2 the request cannot work, 3 a gate or passport cannot tell, 130
+interrupted, 143 and 129 by SIGTERM and SIGHUP. Results go to stdout, everything else to stderr. Heavy imports happen
+inside the commands, so that `--help` is instant.
 """
 
 from __future__ import annotations

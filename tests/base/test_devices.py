@@ -87,6 +87,10 @@ def test_the_version_of_the_code_is_that_of_the_package():
     assert fluxq.__version__ == project["version"]
 
 
+def test_a_package_that_a_result_does_without_is_not_installed():
+    assert versions("no-such-package")["no-such-package"] == "not installed"
+
+
 def test_installed_versions_are_read_once(monkeypatch):
     found = versions()
     monkeypatch.setattr(importlib.metadata.Distribution, "from_name", lambda name: 1 / 0)

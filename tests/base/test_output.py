@@ -665,6 +665,17 @@ def test_what_lies_where_the_lock_goes_is_named_and_stays(tmp_path, kind, make):
     assert [path.name for path in tmp_path.iterdir()] == [made.name]
 
 
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_a_file_system_without_locks_is_named_and_no_other_process_blamed(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    message = f"{tmp_path} takes no lock file \\(Function not implemented\\); give another --output"
+    with pytest.raises(ValueError, match=message), sole_writer(tmp_path / "out"):
+        pass
+
+
 def test_what_cannot_be_removed_leaves_the_rights_of_the_folder_around_it(tmp_path, monkeypatch):
     work = tmp_path / "work"
     work.mkdir()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 import zlib
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +19,7 @@ from torch import nn
 
 from fluxq import tiny
 from fluxq.base.model import ModelFolder
+from fluxq.calibrate import prompts as reading
 from fluxq.calibrate.blocks import Replay, block_names
 from fluxq.calibrate.calls import Calls, capture_calls
 from fluxq.calibrate.capture import (
@@ -95,6 +97,14 @@ def test_every_column_is_an_argument_of_some_pipeline():
 def test_without_a_pipeline_prompts_alone_are_read(folder):
     found = rows_of(folder, [{"prompt": "a", "image": "gone.png", "height": "tall"}], pipeline=None)
     assert found.rows == (PromptRow("a"),)
+
+
+def test_pictures_in_a_table_are_not_read_for_its_prompts_alone(folder, monkeypatch):
+    monkeypatch.setattr(reading, "_MAX_TABLE", 10_000)
+    rows = [{"prompt": "a", "image": {"bytes": random.Random(0).randbytes(20_000), "path": "0.png"}}]
+    assert rows_of(folder, rows, None, "p.parquet").rows == (PromptRow("a"),)
+    with pytest.raises(ValueError, match="of text unpacked"):
+        rows_of(folder, rows, name="p.parquet")
 
 
 def test_a_set_of_plain_prompts_is_what_it_was(folder):
@@ -184,6 +194,15 @@ def test_a_negative_prompt_is_text_and_may_be_empty_where_a_file_can_say_so(fold
     assert rows_of(folder, rows, diffusers.FluxPipeline, "p.csv").rows[0].arguments == ()
     with pytest.raises(ValueError, match="column 'negative_prompt': expected a text of at most 10000 characters"):
         rows_of(folder, [{"prompt": "a", "negative_prompt": "x" * 10_001}], diffusers.FluxPipeline)
+
+
+def test_damaged_exif_data_is_passed_over(folder):
+    exif = Image.Exif()
+    exif[274], exif[282] = 6, 72.0  # orientation and resolution, which then calls itself the width
+    damaged = exif.tobytes().replace(b"\x01\x1a", b"\x01\x00", 1)
+    Image.open(folder / "one.png").save(folder / "phone.jpg", exif=damaged)
+    [row] = rows_of(folder, [{"prompt": "a", "image": "phone.jpg"}]).rows
+    assert dict(row.arguments)["image"].load().size == (32, 24)
 
 
 def test_an_image_that_changes_after_it_was_read_is_refused(folder):

@@ -100,7 +100,7 @@ def test_a_recipe_is_written_by_options_or_by_questions_and_checked(fluxq, monke
     assert_refused(fluxq("recipe", "new", "--gpu", "99", "--want", "speed"), 2, "unknown GPU '99'")
     monkeypatch.setattr(writing_recipes, "is_terminal", lambda stream: True)
     answers = iter(["5070", "12GB", "speed", "fluxq", "FLUX.1-dev"])
-    monkeypatch.setattr("click.prompt", lambda *_, **__: next(answers))
+    monkeypatch.setattr("click.termui.visible_prompt_func", lambda *_: next(answers))
     assert fluxq("recipe", "new").code == 0
     assert asked[1:] == [advising.Wish("5070", "speed", 12e9)] and next(answers, None) is None
 
@@ -137,6 +137,19 @@ def test_a_question_without_an_answer_ends_with_one_sentence(fluxq, monkeypatch,
     result = fluxq("recipe", "new")
     assert (result.code, result.err, result.left) == (code, f"\n{said}\n", [])
     assert next(answers, None) is None
+
+
+def test_a_memory_that_is_no_size_is_asked_for_again(fluxq, monkeypatch):
+    answers, questions = iter(["5070", "12", "12GB"]), []
+
+    def answer(prompt=""):
+        questions.append(prompt.split()[0])
+        return next(answers, None) or (_ for _ in ()).throw(EOFError)
+
+    monkeypatch.setattr(writing_recipes, "is_terminal", lambda stream: True)
+    monkeypatch.setattr("click.termui.visible_prompt_func", answer)
+    assert "write a size with its unit" in fluxq("recipe", "new").out
+    assert questions == ["GPU,", "Memory", "Memory", "First"]
 
 
 def test_a_recipe_with_faults_is_refused_line_by_line(fluxq, tmp_path):
@@ -376,6 +389,17 @@ def test_plan_says_what_fits_a_card(fluxq):
 )
 def test_a_card_that_nothing_fits_is_refused_with_the_least(fluxq, arguments, words):
     assert_refused(fluxq("plan", "-q", "tiny", "--vram", *arguments), 2, *words)
+
+
+def test_a_card_is_for_the_model_that_the_recipe_names(fluxq, tmp_path):
+    (tmp_path / "r.yaml").write_text("extends: fp8\nmodel: ./nowhere\n")
+    assert_refused(fluxq("plan", "--vram", "8GB", "--recipe", "r.yaml"), 2, "model './nowhere'", "no such folder")
+
+
+def test_options_of_layers_are_refused_by_name_for_a_list_of_steps(fluxq):
+    words = ("--component", "vae", "--max-shard-size", "1GB")
+    refused = fluxq("export", "list.json", "--format", "cache-dit", *words)
+    assert_refused(refused, 2, "leave out --component, --max-shard-size\n")
 
 
 def test_plan_tells_of_a_role_that_the_family_lacks(fluxq, tmp_path, caplog):
@@ -670,6 +694,10 @@ BAD_MODELS = {
     "text encoder pickle": (
         lambda m: (m / "text_encoder/model.safetensors").rename(m / "text_encoder/pytorch_model.bin"),
         ["text_encoder: holds pickle weights (pytorch_model.bin)"],
+    ),
+    "no index": (
+        lambda m: (m / WEIGHTS).rename(m / WEIGHTS.with_name("diffusion_pytorch_model-00001-of-00002.safetensors")),
+        ["transformer: holds parts of weights (diffusion_pytorch_model-00001-of-00002", "no index", "copy the folder"],
     ),
     "no weights": (lambda m: (m / WEIGHTS).unlink(), ["transformer: holds no safetensors weights"]),
 }

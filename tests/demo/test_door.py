@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
 
-pytest.importorskip("gradio", reason="needs gradio, of the extra `demo`")
+if find_spec("gradio") is None:  # which takes seconds to import, in each process that collects tests
+    pytest.skip("needs gradio, of the extra `demo`", allow_module_level=True)
 from fluxq.demo.door import hosts_of
 from fluxq.demo.page import Demo, DemoOptions
 from fluxq.serve.server import bound

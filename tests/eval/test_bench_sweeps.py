@@ -41,6 +41,14 @@ def test_a_grid_goes_into_a_history_and_a_trace_has_ranges_by_stage_and_role(pla
     assert {"attn_out", "ff_down"} <= set(named), sorted(set(named))
 
 
+def test_a_damaged_archive_is_no_trace(tmp_path: Path) -> None:
+    content = bytearray(gzip.compress(b'{"kind": "fluxq trace", "traceEvents": []}'))
+    for place in (0, 10, 30):  # of the header, of the first block, of what is in it
+        damaged = tmp_path / f"{place}.json.gz"
+        damaged.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
+        assert not is_trace(damaged)
+
+
 @pytest.mark.slow
 def test_what_cannot_be_swept_or_written_is_refused_before_work(plain_checkpoint, tmp_path: Path) -> None:
     checkpoint, mine = plain_checkpoint("int8"), tmp_path / "mine.json"

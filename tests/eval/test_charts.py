@@ -232,6 +232,13 @@ def test_drawings_are_well_formed_with_ids_of_their_own_and_the_pages_colours(th
     assert damage_charts(0, three.runs[0].debug)[1].svg == first.svg  # the same chart is the same text
 
 
+def test_a_vega_lite_that_vl_convert_does_not_know_yet_is_drawn_by_the_newest_it_does(monkeypatch):
+    newest = charts.vl_convert.get_vegalite_versions()[-1]
+    for written, drawn in (("v99.1.0", newest), (f"v{newest}.7", newest), ("v5.8.0", "5.8")):
+        monkeypatch.setattr(charts.alt, "SCHEMA_VERSION", written)
+        assert charts._vegalite() == drawn
+
+
 @pytest.mark.slow
 def test_script_holds_no_end_of_itself_and_asks_for_nothing():
     script = javascript()

@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import forked
 import pytest
@@ -417,6 +419,14 @@ def test_another_model_is_not_compared_with(quantized: Path, tiny_folder: Path) 
     done = fluxq("eval", quantized, "--model", tiny_folder)
     assert done.exit_code == 2 and "is not what" in done.output and "--model" in done.output
     assert not (quantized / "eval").exists()
+
+
+def test_the_command_of_a_report_has_all_that_decides_its_figures() -> None:
+    given: dict[str, Any] = {"model": "tiny", "revision": "v1", "weights": "nets", "clip": "a/b", "fid_resize": "tf1"}
+    options = judge.JudgeOptions(**given, fid_reference=Path("photos"), local_files_only=True)
+    subject: Any = SimpleNamespace(options=options, quantized=SimpleNamespace(name="out"), output=Path("out"))
+    words = "--model tiny --revision v1 --weights nets --clip a/b --fid-resize tf1 --fid-reference photos"
+    assert judge._command(subject) == f"fluxq eval out {words}"
 
 
 def test_a_report_of_what_was_not_evaluated_names_the_command(quantized: Path, tmp_path: Path) -> None:

@@ -255,6 +255,8 @@ def test_one_image_or_other_features_are_refused():
         fid(seen(points), seen(points[:1]), "held-out images")
     with pytest.raises(Unmeasured, match="4 and 3 dimensions"):
         fid(seen(points), seen(points[:, :3]), "held-out images")
+    with pytest.raises(Unmeasured, match="4 and 3 dimensions"):
+        kid(seen(points), seen(points[:, :3]))
 
 
 def test_statistics_files_of_other_tools(tmp_path):
@@ -279,6 +281,7 @@ def test_statistics_files_of_other_tools(tmp_path):
         ({"mu": np.zeros(3), "sigma": np.zeros((2, 2))}, r"sigma \(2, 2\)"),
         ({"mu": np.zeros(2), "sigma": np.eye(2), "resize": "bicubic"}, "resize 'bicubic' is unknown"),
         ({"mu": np.array([{}]), "sigma": np.eye(1)}, "plain arrays"),
+        ({"features": np.zeros(2048)}, r"features is \(2048,\), expected \(N, D\)"),
     ],
 )
 def test_damaged_statistics_files_are_named(tmp_path, arrays, message):

@@ -148,3 +148,16 @@ def test_the_commit_is_that_of_the_current_folder(tmp_path: Path) -> None:
         subprocess.run([*git, *words], cwd=tmp_path, check=True)
     found = current_commit(tmp_path)
     assert found is not None and len(found.revision) == 40 and not found.is_changed and found.time.startswith("20")
+    content = subprocess.run(["git", "cat-file", "commit", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout
+    signed = content.replace("\n\n", "\ngpgsig -----BEGIN PGP SIGNATURE-----\n -----END PGP SIGNATURE-----\n\n", 1)
+    hashing = ["git", "hash-object", "-t", "commit", "-w", "--stdin"]
+    made = subprocess.run(
+        hashing, input=signed, cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    gpg = tmp_path / "gpg"
+    gpg.write_text("#!/bin/sh\necho 'gpg: Signature made now' >&2\nexit 1\n")
+    gpg.chmod(0o755)
+    for words in (["config", "log.showSignature", "true"], ["config", "gpg.program", str(gpg)], ["reset", "-q", made]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    found = current_commit(tmp_path)
+    assert found is not None and found.revision == made

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fluxq.eval.speed import machine
 from fluxq.eval.speed.machine import HARDWARE, POWER_LIMIT, REASONS, THERMAL, Gpu, Sensors, machine_of
 
 
@@ -84,6 +85,23 @@ def test_a_cpu_says_what_it_is_and_what_it_does_not_know():
     found = machine.conditions()
     assert found["threads"] == str(torch.get_num_threads()) and found["torch"] == torch.__version__
     assert float(found["peak of the whole process"].removesuffix(" GB")) > 0.1
+
+
+def test_nvidia_smi_is_asked_for_the_gpu_itself_and_triton_may_be_absent(monkeypatch):
+    """The first GPU that torch sees may be another one for nvidia-smi."""
+    seen = SimpleNamespace(name="H200", multi_processor_count=132, uuid="1234")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    commands = []
+
+    def run(command, **_how):
+        commands.append(command)
+        return SimpleNamespace(returncode=0, stdout="570.1, " + ", ".join("1" * 6))
+
+    monkeypatch.setattr(machine.subprocess, "run", run)
+    facts = machine.describe(torch.device("cuda", 0))
+    assert (facts["driver_version"], facts["triton"]) == ("570.1", "not installed")
+    assert commands[0][:2] == ["nvidia-smi", "--id=GPU-1234"]
 
 
 def test_other_devices_are_refused():

@@ -135,9 +135,12 @@ def test_reference_images_are_read_one_by_one(tmp_path):
     assert len(images) == 3
     assert torch.equal(images[1], torch.from_numpy(pixels[1]).permute(2, 0, 1)) and len(images[:2]) == 2
     assert find_networks(Networks(), fid_reference=folder).reference_name == "images of real"
-    (folder / "1.png").write_bytes(b"torn")
-    with pytest.raises(ValueError, match=r"1\.png: not a readable image"):
-        images[1]
+    content = bytearray((folder / "1.png").read_bytes())
+    content[content.index(b"IDAT") - 1] -= 100  # of its length: no chunk begins there
+    for damaged in (b"torn", content):
+        (folder / "1.png").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"1\.png: not a readable image"):
+            images[1]
 
 
 def test_statistics_in_place_of_images(tmp_path):

@@ -45,6 +45,12 @@ class Nothing:
 
 class Sideways(Beauty):
     better = "sideways"
+
+class Unitless(Beauty):
+    unit = None
+
+class Wide(Beauty):
+    digits = "8.2f"
 """
 
 
@@ -83,6 +89,8 @@ def test_an_installed_plug_in_is_found_and_scores_each_image(install):
         ("beauty_metric:Nan", "NaN or infinite"),
         ("beauty_metric:Nothing", "lacks name, unit, digits, better, how, score"),
         ("beauty_metric:Sideways", "`better` is 'sideways'"),
+        ("beauty_metric:Unitless", "no report takes what it says (unit: Input should be a valid string)"),
+        ("beauty_metric:Wide", "no report takes what it says (digits: String should match pattern"),
         ("beauty_metric:Absent", "cannot be imported: AttributeError"),
         ("no_such_module:Beauty", "cannot be imported: ModuleNotFoundError"),
     ],
@@ -132,8 +140,9 @@ def test_image_reward_is_asked_image_by_image(monkeypatch):
     asked = []
 
     class Model:
-        def score(self, prompt, file):
-            asked.append((prompt, Image.open(file).getpixel((0, 0))))
+        def score(self, prompt, image):
+            assert isinstance(image, Image.Image)  # beside names of files, all that it takes
+            asked.append((prompt, image.getpixel((0, 0))))
             return float(len(asked))
 
     fake = types.ModuleType("ImageReward")

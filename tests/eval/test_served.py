@@ -1,5 +1,6 @@
 """Tests of what computes a pipeline, and of its memory: the same for equal arithmetic, and for nothing else."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,12 @@ import fluxq
 from fluxq import tiny
 from fluxq.eval.images.sides import BACKENDS, NATIVE, Side, quantized_layers
 from fluxq.eval.metrics.figures import ARITHMETICS, computed
-from fluxq.eval.speed.served import model_bytes, served, stored_bits
+from fluxq.eval.speed.served import model_bytes, rounded_to, served, stored_bits
 from fluxq.kernels import ops, tiles
+from fluxq.kernels.linear import QuantLinear
+from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.record import bits_per_weight, read_record
+from fluxq.recipes.formats import FORMATS, Scheme
 from fluxq.runtime.layout import lay_out
 from fluxq.runtime.prepare import prepare
 
@@ -83,6 +87,14 @@ def test_a_gpu_without_a_product_for_the_codes_computes_something_else(side, nat
     monkeypatch.setattr(tiles, "chip_of", lambda device: chip)
     found = served(replace(side, backend=backend).open(), "cuda")
     assert found.arithmetic == words and (found.digest == native.digest) == (words == NATIVE)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", None])
+def test_without_triton_a_gpu_computes_as_the_scheme_says(monkeypatch, name):
+    monkeypatch.setattr(sys.modules["fluxq.eval.speed.served"], "find_spec", lambda name: None)
+    scheme = Scheme(FORMATS["nvfp4"], FORMATS[name] if name else None)
+    layer = QuantLinear.from_quantized(QuantizedTensor.quantize(torch.ones(8, 64), scheme.weights), None, scheme)
+    assert rounded_to(layer, torch.device("cuda"), 64, torch.bfloat16) == name
 
 
 def test_a_gpu_computes_re_encoded_layers_as_the_cpu_does(side, monkeypatch):

@@ -391,6 +391,12 @@ def test_memory_at_the_peak_and_the_cards_that_hold_it():
     assert found.cards[0].basis == "peak of 1 x 8x8, eager" and found.cards[0].needed == kilobytes + GIB
 
 
+def test_parts_that_take_turns_are_not_counted_twice_at_the_peak(monkeypatch):
+    monkeypatch.setattr(FakePipe, "_all_hooks", ["a hook"], raising=False)
+    machine, pair = sides(FakeMachine("cuda"))
+    assert [row.peak_bytes for row in measure(pair, machine).rows] == [GIB, GIB]
+
+
 @pytest.mark.parametrize(("needed", "fits"), [(8 * GIB - int(CONTEXT), True), (8 * GIB - int(CONTEXT) + 1, False)])
 def test_what_the_driver_keeps_of_a_card_is_left_free(needed, fits):
     opened = speed.Opened("nvfp4", False, False, resident_bytes=needed)

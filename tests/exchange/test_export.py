@@ -8,7 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import diffusers
 import pytest
@@ -33,9 +33,11 @@ from fluxq.kernels.transforms import rotate
 from fluxq.quantize import group
 from fluxq.quantize.exchange import export as export_module
 from fluxq.quantize.exchange import native
+from fluxq.quantize.exchange.dialect import Unit
 from fluxq.quantize.exchange.dialects import DIALECTS, WRITERS
 from fluxq.quantize.exchange.export import MOST_ADDED, plan_of
 from fluxq.quantize.exchange.inspect import inspect_path
+from fluxq.quantize.exchange.layer import QuantTensors
 from fluxq.quantize.exchange.native import NativeComponent
 from fluxq.quantize.exchange.nunchaku import GELU_SHIFT
 from fluxq.quantize.record import read_record
@@ -609,9 +611,10 @@ def test_that_stock_transformers_loads_no_t5_in_4_bit_is_said(with_text_encoder,
         "tiny", "mxfp4", "rtn", str(tmp_path / "t5"), check=False, components=("text_encoder_2",)
     )
     making.quantize(making.job_of(options))
+    (tmp_path / "t5" / "tokenizer_2" / "chat_template.jinja").write_text("{{ messages }}")
     words = "stock transformers does not load a T5 with 4-bit layers"
     done = exchange.plan_export(str(tmp_path / "t5"), "compressed-tensors", tmp_path / "4 bit").write()
-    assert sum(note.startswith(words) for note in done.notes) == 1
+    assert sum(note.startswith(words) for note in done.notes) == 1 and "chat_template.jinja" in done.files
     done = exchange.plan_export(str(with_text_encoder), "compressed-tensors", tmp_path / "8 bit").write()
     assert not any(note.startswith(words) for note in done.notes)
 
@@ -772,6 +775,18 @@ def test_requantize_rounds_into_the_nearest_format_and_says_what_it_cost(plain_c
     beside = [changed for changed in done.requantized if changed.was == "fp8-16bit"]
     assert len(beside) == NORMED and {changed.now for changed in beside} == {"int8-16bit"}  # which adds least
     assert all(changed.added_error < 0.015 for changed in beside)
+
+
+@pytest.mark.parametrize("biases", [{"x"}, set()])
+def test_a_bias_that_only_centring_gave_is_not_written_where_a_layer_is_rounded_again(biases) -> None:
+    g, scheme = torch.Generator().manual_seed(0), Scheme.parse("int8-int8-center")
+    tensors = QuantizedTensor.quantize(torch.randn(64, 128, generator=g), scheme.weights).tensors()
+    tensors |= {"pre_quant_mean": torch.ones(128).bfloat16(), "bias": torch.ones(64).bfloat16()}
+    choice, source = export_module.Choice(Unit("x", ("x",)), (), "it has a mean"), SimpleNamespace(biases=biases)
+    layer, _ = export_module._rounded(
+        cast(Any, source), [QuantTensors(tensors, (64, 128), scheme)], choice, Scheme.parse("fp8-fp8")
+    )
+    assert ("bias" in layer.tensors) == bool(biases)
 
 
 def test_a_checkpoint_that_is_not_as_it_says_is_refused(plain_checkpoint, tmp_path) -> None:

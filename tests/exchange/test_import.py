@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,36 @@ def test_a_model_that_is_not_whole_is_refused(tmp_path) -> None:
     ):
         import_model(weights.parent, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def with_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A file or folder once its tensors are changed."""
+    weights = path / "diffusion_pytorch_model.safetensors" if path.is_dir() else path
+    change(state := load_file(weights))
+    save_file(state, weights)
+    return path
+
+
+@pytest.mark.slow
+def test_what_is_no_code_has_one_dtype_of_16_bit(tmp_path) -> None:
+    def halves(state: dict[str, torch.Tensor]) -> None:
+        for name, tensor in state.items():
+            if tensor.dtype == torch.bfloat16 and name != "proj_out.bias":
+                state[name] = tensor.to(torch.float8_e4m3fn if "norm_q" in name else torch.float16)
+
+    import_model(with_tensors(made(tmp_path, "modelopt", FP8), halves), tmp_path / "out")
+    written = load_file(tmp_path / "out" / "diffusion_pytorch_model.safetensors")
+    assert torch.bfloat16 not in {tensor.dtype for tensor in written.values()}
+    assert {result.status for result in verify(tmp_path / "out")} == {"ok"}
+
+
+def test_a_matrix_that_stands_on_its_side_is_refused(tmp_path) -> None:
+    def turned(state: dict[str, torch.Tensor]) -> None:
+        state["x_embedder.weight"] = state["x_embedder.weight"].T.contiguous()
+
+    path = with_tensors(made(tmp_path, "modelopt", FP8), turned)
+    with pytest.raises(ValueError, match=r"x_embedder\.weight is 16×128, the model asks for \[\(128, 16\)\]"):
+        import_model(path, tmp_path / "out")
 
 
 def test_the_command_imports_a_folder_by_itself(tmp_path) -> None:

@@ -544,6 +544,34 @@ def test_a_dequantized_import_is_verified_too(tmp_path) -> None:
     assert sum("nf4 has a table of its own" in layer.reason for layer in part.layers) == len(exact)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["legacy", "bnb"])
+def test_a_bias_that_the_model_lacks_is_left_out_where_it_is_0_and_else_refused(of, tmp_path) -> None:
+    folder, state = write_family(tmp_path / "model", "flux2")
+    tensors = encoded("flux2", of, state)[0]
+    extra = {"double_blocks.0.img_attn.qkv.bias": torch.zeros(384).bfloat16()}
+    save_file(tensors | extra, folder / WEIGHTS)
+    import_model(folder, tmp_path / "out", dequantize=of == "bnb")
+    assert not any(name.endswith("bias") for name in load_file(tmp_path / "out" / WEIGHTS))
+    assert checked(tmp_path / "out")["tensors"] == "ok"
+    save_file(tensors | {name: tensor + 1 for name, tensor in extra.items()}, folder / WEIGHTS)
+    with pytest.raises(ValueError, match=r"qkv: the model has no transformer_blocks\.0\.attn\.to_q\.bias"):
+        import_model(folder, tmp_path / "other", dequantize=of == "bnb")
+
+
+@pytest.mark.slow
+def test_a_text_encoder_for_comfyui_may_carry_its_tokenizer(tmp_path) -> None:
+    base = TINY / "text_encoder_2"
+    tensors = {"scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn), "spiece_model": torch.zeros(9, dtype=torch.uint8)}
+    for name, tensor in load_file(base / "model.safetensors").items():
+        is_main = name.endswith(("SelfAttention.q.weight", "wo.weight"))
+        tensors |= {name: tensor.to(torch.float8_e4m3fn) if is_main else tensor}
+        tensors |= {name.replace("weight", "scale_weight"): torch.ones(())} if is_main else {}
+    save_file(tensors, tmp_path / "t5.safetensors")
+    (report,) = import_model(tmp_path / "t5.safetensors", tmp_path / "out", base)
+    assert report.quantized and checked(tmp_path / "out")["tensors"] == "ok"
+
+
 # --- bitsandbytes and GGUF by their own libraries
 
 

@@ -442,6 +442,11 @@ def test_scales_that_are_no_numbers(value, tmp_path) -> None:
         assert kinds(report)["scales that are no numbers"] == len(report.layers)
 
 
+def test_a_bias_without_numbers_is_unreadable(tmp_path) -> None:
+    report = inspect_path(made(tmp_path, "bfl", FP8, change("bias", lambda t: t[:0])))[""]
+    assert kinds(report)["unreadable"] == len(report.layers)
+
+
 def test_codes_that_are_nan(tmp_path) -> None:
     def nan(codes: Tensor) -> Tensor:
         return codes.view(torch.uint8).masked_fill(torch.eye(*codes.shape).bool(), 0x7F).view(codes.dtype)
@@ -565,6 +570,17 @@ def test_the_command_prints_a_report_and_ends_with_1_where_images_would_be_wrong
     report = json.loads(done.output)[""]
     assert report["dialect"] == "comfy" and len(report["layers"]) == 12
     assert report["layers"][0]["against"]["error"] < 0.2
+
+
+def test_a_base_with_two_denoisers_is_asked_which_of_them_it_is(base, tmp_path) -> None:
+    index = {"_class_name": "FluxPipeline"}
+    for name in ("transformer", "transformer_2"):
+        shutil.copytree(base, tmp_path / "base" / name)
+        index |= {name: ["diffusers", "FluxTransformer2DModel"]}
+    (tmp_path / "base" / "model_index.json").write_text(json.dumps(index))
+    path = made(tmp_path, "comfy", NVFP4)
+    with pytest.raises(ValueError, match="it may be transformer or transformer_2; give the component's own folder"):
+        inspect_path(path, tmp_path / "base")
 
 
 def test_bad_input_is_refused(base, tmp_path) -> None:

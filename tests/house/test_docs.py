@@ -196,6 +196,12 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [*dead_links(page)] == []
 
 
+@pytest.mark.parametrize("page", documents(), ids=lambda page: f"{page.parent.name}-{page.name}")
+def test_what_follows_fluxq_in_code_is_a_command(page: Path) -> None:
+    words = re.findall(r"`fluxq\s+([^\s`]+)", page.read_text(encoding="utf-8"))
+    assert {*words} - {*cli.commands} == set()
+
+
 def test_messages_that_troubleshooting_quotes_are_said_somewhere() -> None:
     """Each piece of a message between values, in our source with its strings joined; two messages are of libraries."""
     files = [file for room in ("src/fluxq", *ROOMS) for file in (ROOT / room).rglob("*.py")]
@@ -205,6 +211,21 @@ def test_messages_that_troubleshooting_quotes_are_said_somewhere() -> None:
     quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row[0])]
     pieces = [piece.strip(" '") for text in quoted for piece in text.split("…")]
     assert len(pieces) > 25 and [piece for piece in pieces if piece not in said] == []
+
+
+def test_every_exit_code_of_a_verdict_is_in_troubleshooting() -> None:
+    from fluxq.eval.gate.result import EXIT_CODES
+
+    rows = rows_of(ROOT / "docs" / "troubleshooting.md", "Exit codes")
+    assert {str(code) for code in EXIT_CODES.values()} <= {row[0] for row in rows}
+
+
+@pytest.mark.parametrize("room", [*ROOMS, *(f"src/fluxq/{room}" for room in ("jobs", "runtime", "serve", "demo"))])
+def test_every_file_of_a_room_is_in_its_page(room: str) -> None:
+    """All but families and dialects, which are rows of one kind."""
+    page = (ROOT / room / "README.md").read_text(encoding="utf-8")
+    files = [file for file in (ROOT / room).rglob("*.py") if file.parent.name not in ("families", "exchange")]
+    assert sorted(file.name for file in files if file.name != "__init__.py" and file.name not in page) == []
 
 
 def test_every_recipe_is_in_the_recipes_page() -> None:

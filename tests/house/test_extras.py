@@ -69,6 +69,8 @@ def test_the_table_is_that_of_the_extra() -> None:
     assert {package(each) for each in PROJECT["optional-dependencies"]["all"]} == {*extras.ALL.values()}
     assert not {package(each) for each in PROJECT["dependencies"]} & {*extras.ALL.values()}
     assert {package(each) for each in PROJECT["optional-dependencies"]["serve"]} == {*extras.SERVE.values()}
+    assert "open-clip-torch>=3.3" in PROJECT["optional-dependencies"]["all"]  # for tokenizers of transformers 5
+    assert "python-multipart>=0.0.13" in PROJECT["optional-dependencies"]["serve"]  # which named its module so
     own = {package(each) for each in PROJECT["optional-dependencies"]["demo"]} - {"fluxq"}
     assert own == {*extras.DEMO.values()}
     known = extras.ALL.keys() | extras.SERVE.keys() | extras.DEMO.keys()

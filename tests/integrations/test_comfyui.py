@@ -264,7 +264,7 @@ def test_two_nodes_say_what_comfyui_asks_of_them(tmp_path, monkeypatch) -> None:
     )
 
 
-def test_install_writes_what_imports_the_nodes(tmp_path) -> None:
+def test_install_writes_what_imports_the_nodes(tmp_path, monkeypatch) -> None:
     for folder, said in ((tmp_path, r"no folder of ComfyUI: it has no nodes\.py"), (Path("x" * 300), "cannot be writ")):
         with pytest.raises(ValueError, match=said):
             install(folder)
@@ -274,6 +274,8 @@ def test_install_writes_what_imports_the_nodes(tmp_path) -> None:
     exec(install(tmp_path).read_text(), held)
     assert held["NODE_CLASS_MAPPINGS"] is NODE_CLASS_MAPPINGS
     assert install(tmp_path).read_text() == SHIM  # its own is replaced
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert CliRunner().invoke(main, ["--install=~"]).exit_code == 0
 
 
 def linked(path: Path, to: Path) -> None:

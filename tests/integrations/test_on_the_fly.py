@@ -22,7 +22,7 @@ from transformers import T5EncoderModel
 
 import fluxq
 from fluxq import FluxqConfig, tiny
-from fluxq.integrations.on_the_fly import Arrivals
+from fluxq.integrations.on_the_fly import Arrivals, plan_for
 from fluxq.jobs import making
 from fluxq.kernels.linear import QuantLinear
 from fluxq.quantize.nearest import sqnr
@@ -155,6 +155,16 @@ def test_a_mapping_gives_each_component_its_own_recipe(tmp_path):
         "text_encoder_2": {"int4-16bit"},
     }
     assert shared.to_dict()["recipe"] == "int8", "a config that was passed stays as it was"
+
+
+def test_a_denoiser_goes_by_the_names_of_denoisers():
+    """A pipeline calls it `unet`, or `transformer` and more: no recipe has to name it so."""
+    with torch.device("meta"):
+        unet = diffusers.UNet2DConditionModel(**TINY_CONFIGS["unet"])
+    plan = plan_for(unet, FluxqConfig(recipe="fp8", component="unet"))
+    assert plan and plan.quantized
+    with pytest.raises(ValueError, match="component 'text_encoder': recipe fp8 has no entry of that name"):
+        plan_for(unet, FluxqConfig(recipe="fp8", component="text_encoder"))
 
 
 def test_a_plain_dictionary_will_do():

@@ -368,6 +368,20 @@ def test_other_adapters_are_not_merged_into_codes(checkpoint, method):
     adapted_model.unload()
 
 
+@pytest.mark.slow
+def test_only_the_adapters_that_are_named_have_to_be_mergeable(checkpoint):
+    """The DoRA beside them is active, and stays as it is."""
+    import peft
+
+    model = peft.get_peft_model(load(checkpoint("fp8")).transformer, LoraConfig(target_modules=["to_q"]), "plain")
+    model.add_adapter("dora", LoraConfig(target_modules=["to_q"], use_dora=True))
+    model.base_model.set_adapter(["plain", "dora"])
+    with pytest.raises(ValueError, match="'dora' is a DoRA"):
+        model.merge_adapter()
+    model.merge_adapter(["plain"])
+    assert {name for module in adapted(model) for name in module.merged_adapters} == {"plain"}
+
+
 @pytest.mark.often(1)
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_a_lora_of_a_quantized_text_encoder_loads_fuses_and_leaves_no_trace(recipe, lora_file, tmp_path):

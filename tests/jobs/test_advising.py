@@ -15,7 +15,8 @@ from benchmarks.site.made import table_behind
 from fluxq.commands.options import RECIPES
 from fluxq.commands.writing_recipes import TARGETS
 from fluxq.jobs import advising
-from fluxq.jobs.advising import BY_QUALITY, SCHEMA, Advice, Wish, advise, write_recipe
+from fluxq.jobs.advising import BY_QUALITY, SCHEMA, Advice, Wish, advise, hub_id_of, write_recipe
+from fluxq.recipes.all_families import find_published, hub_ids
 from fluxq.recipes.cards import GIB, Holding
 from fluxq.recipes.devices import DEVICES
 from fluxq.recipes.recipe import load_recipe
@@ -72,11 +73,17 @@ def test_the_first_that_fits_by_what_comes_first(small, wish, recipe, word):
         (Wish("5070", "speed", target="comfyui"), r"no target 'comfyui' \(did you mean 'comfy'\?\)"),
         (Wish("9999", "speed"), "unknown GPU '9999'"),
         (Wish("h100", "quality", model="T5-XXL"), "T5-XXL: the other parts of its pipeline are not known here"),
+        (Wish("h100", "quality", model="wan"), "wan is what several models are called: name one of Wan"),
     ],
 )
 def test_what_no_recipe_serves_is_refused_with_a_cure(small, wish, said):
     with pytest.raises(ValueError, match=said):
         advise(wish)
+
+
+def test_a_model_is_quantized_by_its_hub_id_however_it_was_called():
+    (row,) = find_published("z_image")  # a family of one
+    assert {hub_id_of(name) for name in ("z_image", row.name.lower())} == {hub_ids(row.name)[0]}
 
 
 def test_a_small_card_is_told_of_the_page_and_of_models_that_fit(small, monkeypatch):

@@ -184,6 +184,15 @@ def test_without_a_gpu_it_says_what_it_cannot_tell(plain_checkpoint) -> None:
     assert done.exit_code == 2 and "only there doctor can tell" in done.output and "--interpret proves" in done.output
 
 
+@pytest.mark.parametrize("words", [("doctor",), ("warmup", "tiny")])
+def test_the_second_of_one_gpu_is_refused(words: tuple[str, ...], monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    done = CliRunner().invoke(cli, [*words, "--device", "cuda:1"])
+    assert done.exit_code == 2 and "--device cuda:1: " in done.output, done.output
+    assert "torch finds no such CUDA or ROCm device" in done.output
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

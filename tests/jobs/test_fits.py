@@ -6,7 +6,7 @@ import re
 import pytest
 
 from fluxq.base import console
-from fluxq.base.model import resolve_model
+from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.base.tensors import TensorFile
 from fluxq.integrations.bounded import load_empty
 from fluxq.jobs import fits
@@ -84,11 +84,13 @@ def test_where_only_moving_weights_at_every_step_is_left_it_is_done():
 
 
 def test_it_says_how_to_make_it(folder):
-    found = at(folder, CONTEXT + 2.2e6, "nvfp4")
+    of_hub = ModelFolder("a/tiny", folder.path)
+    found = best_fit(of_hub, CONTEXT + 2.2e6, CALL, ["nvfp4"], model="a/tiny", revision="v1")
     assert found.recipes == dict.fromkeys(("text_encoder", "text_encoder_2", "vae"), IN_16_BIT) | {
         "transformer": "nvfp4"
     }
-    assert found.command == "fluxq quantize tiny --recipe nvfp4 --components transformer -o tiny-nvfp4"
+    words = "--revision v1 --recipe nvfp4 --components transformer"
+    assert found.command == f"fluxq quantize a/tiny {words} -o tiny-nvfp4"
     lines = found.placement.code.splitlines()
     assert lines[2] == "pipe = FluxPipeline.from_pretrained('tiny-nvfp4', dtype=torch.bfloat16)" and len(lines) <= 6
     described = found.describe()

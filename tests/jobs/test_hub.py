@@ -1,6 +1,8 @@
 """To and from the hub: the commit that was downloaded is recorded, licences travel along, uploads are earned."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -8,8 +10,11 @@ from shared import copy_of
 
 from fluxq import tiny
 from fluxq.base.files import read_json, write_json
+from fluxq.base.model import ModelFolder
 from fluxq.cli import cli
 from fluxq.jobs import hub, judge, making
+from fluxq.jobs.menu import Costs, Offer
+from fluxq.jobs.search import AutoOptions, Search
 from fluxq.quantize.record import Record, read_record
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -46,8 +51,15 @@ def test_the_commit_that_was_downloaded_is_recorded_and_asked_for_again(download
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"Base model: a/b at revision `{COMMIT}`; licence: apache-2.0." in card and "\nbase_model: a/b\n" in card
     assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
-    judge.subject_of(tmp_path / "out", judge.JudgeOptions())
-    assert downloads == [("a/b", "main"), ("a/b", COMMIT)]
+    for model in (None, "a/b", "c/d"):  # another repository, a mirror perhaps, has other commits
+        judge.subject_of(tmp_path / "out", judge.JudgeOptions(model=model))
+    assert downloads == [("a/b", "main"), ("a/b", COMMIT), ("c/d", None)]
+
+
+def test_the_tables_of_a_search_lie_beside_its_recipe(tmp_path):
+    job: Any = SimpleNamespace(folder=ModelFolder("a/b", tiny.path()), output=tmp_path / "out.yaml")
+    search = Search(job, AutoOptions(bits=5.5), Offer((), {}, {}, {}, {}), Costs({}, 0), 0)
+    assert search.table_file("velocity") == tmp_path / "b-velocity-errors.safetensors"
 
 
 def test_a_folder_has_no_commit(tiny_folder, tmp_path):
@@ -104,9 +116,9 @@ class Hub:
         self._note("whoami")
         return {"name": "somebody"}
 
-    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> str:
+    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> huggingface_hub.RepoUrl:
         self._note("create_repo", repo_id, private, exist_ok)
-        return f"https://huggingface.co/{repo_id}"
+        return huggingface_hub.RepoUrl(f"https://huggingface.co/{repo_id if '/' in repo_id else f'me/{repo_id}'}")
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
         assert (folder_path / "README.md").is_file() and (folder_path / "fluxq_plan.json").is_file()
@@ -143,6 +155,15 @@ def test_what_passed_is_uploaded_and_a_failed_upload_can_be_made_again(api, tmp_
     code, said = run(tmp_path, *push)
     assert code == 0 and "already done" in said and "uploaded: https://huggingface.co/me/tiny-fp8" in said
     assert api.calls == [("whoami",), *UPLOADED]
+
+
+def test_a_repository_without_its_owner_is_the_users(api, tmp_path):
+    for name in ("README.md", "fluxq_plan.json"):
+        (tmp_path / name).touch()
+    named, check = SimpleNamespace(name="tiny"), SimpleNamespace(passed=True)
+    record: Any = SimpleNamespace(check=check, model=named, recipe=named, fluxq_version="0")
+    assert hub.push(tmp_path, record, "x", False) == "https://huggingface.co/me/x"
+    assert api.calls == [("create_repo", "x", False, True), ("upload_folder", "me/x", tmp_path.name, "tiny")]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import re
 import shutil
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from fluxq.base.output import Output
 from fluxq.cli import cli
 from fluxq.eval.gate.passport import NamedImage, read_passport, write_passport
+from fluxq.jobs import passports
+from fluxq.quantize.record import Check
 
 ONE_STEP = ("--num-inference-steps", 1)
 
@@ -99,6 +102,17 @@ def test_a_checkpoint_without_its_passport_or_its_weights_is_refused_with_the_cu
     bare = quantized(tmp_path / "bare", "--no-check", *ONE_STEP)
     code, _, error = run("verify", bare, "--passport")
     assert code == 2 and "has no passport.json" in error and f"`fluxq eval {bare}` writes one" in error
+
+
+def test_a_second_run_that_is_not_finite_costs_the_passport_alone(tmp_path, monkeypatch, caplog) -> None:
+    made: Any = SimpleNamespace(items=[("a", 0)], latents=torch.ones(1, 4))
+    run = SimpleNamespace(device="cpu", limit=1 << 30)
+    job: Any = SimpleNamespace(check_call={}, check_items=made.items, run=run, folder=None)
+    monkeypatch.setattr(passports, "set_attention", lambda *_: None)
+    monkeypatch.setattr(passports, "generate", lambda *_, **__: SimpleNamespace(latents=made.latents * float("nan")))
+    check = Check.model_construct(gates=[], gates_for_eval=[], missed=[])
+    passports.write_from_check(tmp_path, job, None, made, {}, check, ("", {}))
+    assert not any(tmp_path.iterdir()) and "no passport: latents with NaN or infinity repeat nothing" in caplog.text
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +38,18 @@ def test_auto_is_the_gpu_if_there_is_one(monkeypatch):
         monkeypatch.setattr(devices, "there_is_a_gpu", lambda there=there: there)
         assert devices.choose("auto") == device
     assert devices.describe("cpu", "auto") == "cpu (torch finds no GPU)" and devices.describe("cpu", "cpu") == "cpu"
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda", 0), ("cuda:1", 1)])
+def test_a_gpu_is_held_to_the_bound_with_and_without_its_number(device: str, index: int, monkeypatch):
+    shares = []
+    monkeypatch.setattr("torch.cuda.memory._lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=4 * MIB))
+    monkeypatch.setattr(torch._C, "_cuda_setMemoryFraction", lambda *share: shares.append(share), raising=False)
+    with memory.within(MIB, device):
+        pass
+    assert shares == [(0.25, index), (1.0, index)]
 
 
 def test_a_model_that_fits_is_left_alone(monkeypatch, caplog):

@@ -21,6 +21,7 @@ from fluxq.commands.exchanging import OF_LISTS
 from fluxq.jobs import listing, stepping
 from fluxq.jobs.job import JobOptions
 from fluxq.recipes.step_exports import read_mask
+from fluxq.recipes.step_list import StepList
 from fluxq.runtime import step_trials
 from fluxq.runtime.skip import read_list, skip_steps
 
@@ -213,6 +214,12 @@ def test_a_list_is_exported_and_its_mask_judged(here) -> None:
         refused = CliRunner().invoke(cli, ["export", "out.json", "--format", "cache-dit", *extra])
         assert refused.exit_code == 2 and message in refused.output
     assert Path("out-cache-dit.yaml").read_text() == "mine: 1"
+
+
+def test_what_is_exported_of_a_checkpoint_has_its_whole_name(monkeypatch) -> None:
+    monkeypatch.setattr(stepping, "_list_at", lambda path: StepList((0, 2), 1, (1.0, 0.5, 0.25), "A"))
+    for name in ("FLUX.1-dev-nvfp4", "FLUX.1-dev-nvfp4.json"):  # a folder, and a list of `fluxq steps`
+        assert stepping.export_list(Path(name), "cache-dit", overwrite=True) == Path("FLUX.1-dev-nvfp4-cache-dit.yaml")
 
 
 def made_with(count: int) -> dict[str, Any]:

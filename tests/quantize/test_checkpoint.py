@@ -296,6 +296,7 @@ def test_the_rest_of_the_pipeline_travels_along_but_no_code(tiny_folder, tmp_pat
         "stray.bin",
         "run.py",
         ".secret",
+        "fluxq_export.json",
     ]
     for name in extra:
         (tiny_folder / name).write_text(name)
@@ -309,6 +310,7 @@ def test_the_rest_of_the_pipeline_travels_along_but_no_code(tiny_folder, tmp_pat
     written = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
     source = {str(path.relative_to(tiny_folder)) for path in tiny_folder.rglob("*") if path.is_file()}
     never = {"vae/old.bin", "vae/run.py", "vae/x.ckpt", "stray.bin", "run.py", ".secret", "stranger/file"}
+    never |= {"fluxq_export.json"}  # of the source's own making
     assert written == (source - never) | {"fluxq_plan.json"}
     for name in ("LICENSE.txt", "LICENSE.md", "NOTICE", "vae/LICENSE.md", "model_index.json", "fluxq_generation.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tiny_folder / name).read_bytes()

@@ -73,9 +73,10 @@ def test_feedback_beats_nearest_on_outputs(name):
     assert output_error(w, fed, held) < 0.8 * output_error(w, plain, held)
 
 
+@pytest.mark.parametrize("n", [1, 48])
 @pytest.mark.parametrize("name", FOUR_BIT)
-def test_feedback_without_correlation_is_nearest(name):
-    row, w = FORMATS[name], weight()
+def test_feedback_without_correlation_is_nearest(name, n):
+    row, w = FORMATS[name], weight(n)
     scale = global_scale(w, name)
     feed = feedback(torch.eye(256), row.group_size)
     fed, plain = (

@@ -61,6 +61,11 @@ def test_a_fault_has_its_line_and_a_cure(text, fault, file):
     assert re.search(rf"mine\.yaml{fault}", found), found
 
 
+def test_a_role_that_only_a_denoiser_without_a_row_has_is_no_fault(file):
+    override = "{role: unnamed, reason: as `fluxq auto` writes it}"
+    assert faults_of(file(f"extends: nvfp4\ncomponents: {{transformer: {{overrides: [{override}]}}}}\n")) == []
+
+
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_shipped_recipes_are_faultless_and_name_the_schema_beside_them(name):
     assert faults_of(name) == []

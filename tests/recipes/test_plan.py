@@ -87,9 +87,10 @@ def test_an_override_may_list_patterns():
         plan_of(component(overrides=[{"match": [*names, "nothing"], "weights": FP8, "reason": "r"}]))
 
 
-def test_a_role_that_the_family_lacks_is_noted_and_skipped():
-    plan = plan_of(component(overrides=[{"role": "cross_attn", "weights": FP8, "reason": "r"}]))
-    assert plan.notes[0] == "role 'cross_attn': the flux family has none, skipped"
+@pytest.mark.parametrize("role", ["cross_attn", "kept"])
+def test_a_role_that_the_family_lacks_is_noted_and_skipped(role):
+    plan = plan_of(component(overrides=[{"role": role, "weights": FP8, "reason": "r"}]))
+    assert plan.notes[0] == f"role {role!r}: the flux family has none, skipped"
     assert plan.schemes() == plan_of().schemes()
 
 

@@ -141,6 +141,22 @@ def test_what_is_left_out_has_a_default(recipe):
 
 
 @pytest.mark.parametrize(
+    ("base", "format", "cure"),
+    [("nvfp4", "fp8", "four_over_six: false"), ("int4", "int8", "group_size: null")],
+)
+def test_a_key_of_the_extended_recipe_that_a_format_does_not_take_is_refused_with_what_to_write(
+    tmp_path, base, format, cure
+):
+    file = tmp_path / "r.yaml"
+    recipe = f"extends: {base}\ncomponents: {{transformer: {{weights: {{format: {format}}}}}}}"
+    file.write_text(recipe)
+    with pytest.raises(ValueError, match=rf"r\.yaml:2: components\.transformer\.weights: .*write `{cure}`"):
+        load_recipe(str(file))
+    file.write_text(recipe.replace(f"format: {format}", f"format: {format}, {cure}"))
+    load_recipe(str(file))
+
+
+@pytest.mark.parametrize(
     ("old", "new", "message", "line"),
     [
         ("weights: {format: int4", "weigths: {format: int4", "unknown key 'weigths' (did you mean 'weights'?)", 4),

@@ -17,6 +17,7 @@ from diffusers.hooks import FirstBlockCacheConfig, TaylorSeerCacheConfig, apply_
 from diffusers.models.attention_dispatch import attention_backend
 from recorder import ADAPTED, STEPS, Recorder, arguments, assert_plain, latents, offloaded, velocity
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import fluxq
 from fluxq import tiny
@@ -567,6 +568,23 @@ def test_with_and_without_inference_mode(flux):
                 assert velocity(model).is_inference() == (mode is torch.inference_mode)
                 assert_plain(model)
         assert captured.captures == 1
+
+
+class Unpinned(TorchFunctionMode):
+    """Without a GPU nothing is pinned."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+def test_an_answer_stands_on_the_cpu_and_can_be_written_in_every_mode(monkeypatch):
+    """Also where it was made in inference mode, under a default device of torch."""
+    monkeypatch.setattr(torch.cuda, "Event", lambda external: SimpleNamespace(synchronize=lambda: None))
+    with torch.inference_mode(), Unpinned(), torch.device("meta"):
+        answer = graphs.Answer(torch.device("cpu"))
+    answer.expect()
+    answer._value.fill_(1)
+    assert answer.read()
 
 
 class Changing(nn.Module):

@@ -57,6 +57,15 @@ def test_a_larger_image_takes_more_and_the_pipeline_stays_as_it_was():
 
 
 @pytest.mark.slow
+def test_a_default_device_of_torch_changes_nothing():
+    """The meta device stands for a GPU: a zero that stood there would meet others on the CPU."""
+    pipe, _ = ready(embedded)
+    with torch.device("meta"):
+        counted = peaks(on_meta(pipe), CALL)
+    assert counted == peaks(on_meta(pipe), CALL)
+
+
+@pytest.mark.slow
 def test_a_vae_takes_less_where_it_decodes_in_tiles():
     pipe, _ = ready(embedded)
     twin, call = on_meta(pipe), {**CALL, "height": 64, "width": 64}

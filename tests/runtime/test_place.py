@@ -92,6 +92,17 @@ def test_bytes_of_a_component_by_hand(pipe):
     less = part_of("transformer", model, activations=7, rows=4, stored={name: 100.0})
     assert part.weights - less.weights == 2 * model.get_submodule(name).weight.numel() - 100
     assert part_of("text_encoder", pipe.text_encoder, activations=0).in_blocks is None
+    assert rows_of(pipe, {**CALL, "prompt": ["a star"] * 3}) == 3 * rows_of(pipe, {**CALL, "prompt": "a star"})
+    model.register_to_config(guidance_embeds=True)
+    assert rows_of(pipe, {**CALL, "negative_prompt": "a circle"}) == 2 * rows_of(pipe, CALL)
+
+
+@pytest.mark.slow
+def test_compiled_modulation_is_not_hoisted(pipe):
+    """Its products are in the compiled graph, so another way is taken."""
+    assert part_of("transformer", pipe.transformer, activations=0).hoisted
+    pipe.transformer.compile_repeated_blocks()
+    assert part_of("transformer", pipe.transformer, activations=0).hoisted is None
 
 
 @pytest.mark.slow
@@ -192,7 +203,8 @@ def test_a_pipeline_that_something_holds_is_refused(pipe, counted):
         place(pipe, vram="8GB")
     with pytest.raises(ValueError, match="place needs a pipeline of diffusers, got FluxTransformer2DModel"):
         place(pipe.transformer, vram="8GB")
-    with hoist_modulation(pipe), pytest.raises(ValueError, match="transformer is captured or hoisted already"):
+    hoisted = "transformer is captured or hoisted already: .* Where `fluxq.place` hoisted it, load the pipeline again"
+    with hoist_modulation(pipe), pytest.raises(ValueError, match=hoisted):
         place(pipe, vram="8GB", device="cpu")
     accelerate.cpu_offload_with_hook(pipe.vae, "cpu")
     with pytest.raises(ValueError, match=r"vae is offloaded already, .*pipe\.remove_all_hooks"):
@@ -204,9 +216,12 @@ def test_a_card_with_less_is_refused(pipe, monkeypatch):
         total_memory = 7.9e9
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     with pytest.raises(ValueError, match=r"cuda has 7\.9 GB, less than the 8 GB of vram: give what it has"):
         place(pipe, vram="8GB")
+    with pytest.raises(ValueError, match="device cuda:1: torch finds no such GPU"):
+        place(pipe, vram="8GB", device="cuda:1")
 
 
 def test_a_pipeline_is_optimized_first_and_then_placed(pipe, counted):

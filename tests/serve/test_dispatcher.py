@@ -11,9 +11,10 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
+from fluxq.serve.api import ImageRequest, Limits, orders_of
 from fluxq.serve.dispatcher import Dispatcher, Unavailable
 from fluxq.serve.metrics import Metrics
-from fluxq.serve.orders import Busy, Facts, Order, Picture, Quantum, Refused, WorkerDied
+from fluxq.serve.orders import Busy, Facts, NotLoaded, Order, Picture, Quantum, Refused, Source, WorkerDied
 from fluxq.serve.queue import Entry, Full
 from fluxq.serve.shadow import Shadows
 from fluxq.serve.times import Times
@@ -258,6 +259,25 @@ def test_a_worker_that_ended_while_nothing_was_made_is_started_for_whoever_asks(
     trial(hands, play)
 
 
+def test_what_an_admin_asks_before_the_worker_has_started_waits_for_it() -> None:
+    class Slow(Hands):
+        async def start(self) -> None:
+            await asyncio.sleep(0.01)
+            await super().start()
+
+    async def play() -> None:
+        dispatcher = Dispatcher(hands := Slow(), ("A",), Metrics())
+        hands.dead = True
+        starting = asyncio.create_task(dispatcher.start())
+        await asyncio.sleep(0)
+        await dispatcher.add("X", "/x")
+        await starting
+        assert {*dispatcher.names} == {*dispatcher.facts} == {"A", "X"}
+        await dispatcher.stop()
+
+    asyncio.run(play())
+
+
 def test_what_an_admin_asks_during_a_restart_keeps_no_model_from_returning(trial) -> None:
     class Halting(Hands):
         halts, may_start = False, asyncio.Event()
@@ -322,6 +342,27 @@ def test_a_server_ends_though_no_worker_starts(trial, monkeypatch: pytest.Monkey
         assert dispatcher.queue.delay() > 0 == dispatcher.queue.backlog()
 
     trial(hands, play)
+
+
+def test_a_pipeline_that_makes_no_image_without_another_is_warmed_up_with_one(trial) -> None:
+    class Editing(Hands):
+        async def ask(self, method: str, *arguments: Any) -> Any:
+            answer = await super().ask(method, *arguments)
+            return replace(answer, edits="image") if method == "load" else answer
+
+        async def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]:
+            if not orders[0].sources:
+                raise AttributeError("'NoneType' object has no attribute 'size'")
+            async for quantum in super().run(orders):
+                yield quantum
+
+    async def play(dispatcher: Dispatcher, make: Any) -> Facts:
+        return dispatcher.facts["A"]
+
+    facts = trial(Editing(), play)
+    with pytest.raises(Refused, match="ask /v1/images/edits"):
+        orders_of(ImageRequest(prompt="a"), facts, Limits(), {}, int)
+    assert orders_of(ImageRequest(prompt="a"), facts, Limits(), {}, int, (Source(8, 8, b""),))
 
 
 def test_a_name_is_taken_once_and_nothing_of_a_model_outlives_it(trial) -> None:
@@ -419,3 +460,35 @@ def test_no_more_images_are_kept_for_shadows_than_wait(trial) -> None:
         return kept
 
     assert trial(Hands(), play, shadows=Shadows(1.0), longest=50, patience=1e9) == 16
+
+
+def test_a_shadow_that_has_begun_keeps_no_model_from_loading(trial) -> None:
+    begun = set[int]()
+
+    class Standing(Hands):
+        async def ask(self, method: str, *arguments: Any) -> Any:
+            begun.difference_update(arguments if method == "drop" else ())
+            return await super().ask(method, *arguments)
+
+        async def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]:
+            if orders[0].model not in self.memory and begun:
+                raise NotLoaded("there is no room")
+            async for quantum in super().run(orders):
+                (begun.discard if quantum.picture else begun.add)(quantum.number)
+                yield quantum
+
+    async def play(dispatcher: Dispatcher, make: Any) -> None:
+        dispatcher.originals["A"] = "16 bit"
+        await make("A")
+        while dispatcher.queue or not begun:
+            await asyncio.sleep(0)
+        await make("B")
+
+    trial(Standing(room=1), play, "A", "B", shadows=Shadows(1.0))
+
+
+def test_a_kept_prompt_counts_once_in_an_image_of_one_step() -> None:
+    metrics, order = Metrics(), Order(1, "A", "p", 1, CALL | {"num_inference_steps": 1})
+    for picture in (None, Picture(1, 1, b"rgb", 1)):
+        metrics.quantum(order, Quantum(1, 1, 0.1, picture=picture, cached=True))
+    assert metrics.registry.get_sample_value("fluxq_prompts_cached_total") == 1

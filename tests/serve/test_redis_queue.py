@@ -302,8 +302,11 @@ def test_a_worker_that_ends_costs_no_image_unless_the_image_ends_it(store: RealR
                 await (await one.submit(orders(one))).images()
             assert explained(failed.value)[1]["error"]["code"] == "NotFinite"
             hands(one).error = NotLoaded("tiny cannot be loaded now; the server's log says why")
+            claim = "key", "print"
             with pytest.raises(Unavailable, match="cannot be loaded now"):
-                await (await one.submit(orders(one))).images()
+                await (await one.submit(orders(one), claim=claim)).images()
+            hands(one).error = None  # who was told to ask again is not told the same again
+            assert len(await (await one.submit(orders(one), claim=claim)).images()) == 1
 
     asyncio.run(test())
 
@@ -464,6 +467,23 @@ def test_a_video_is_known_to_every_server(store: RealRedis) -> None:
                     await each.video(asked.name)
 
     asyncio.run(test())
+
+
+def test_a_redis_that_takes_no_changes_is_named_while_a_server_waits_for_it(store: RealRedis, caplog) -> None:
+    async def test() -> None:
+        store.client.replicaof("127.0.0.1", 1)
+        try:
+            starting = asyncio.create_task(server(store))
+            await until(lambda: caplog.text)
+            await asyncio.sleep(4 * redis_queue.POLL)
+            assert caplog.text.count("You can't write against a read only replica") == 1
+        finally:
+            store.client.replicaof("NO", "ONE")
+        one = await starting
+        await one.stop()
+        await one.dispatcher.stop()
+
+    asyncio.run(asyncio.wait_for(test(), TIMEOUT))
 
 
 @pytest.mark.slow

@@ -129,9 +129,10 @@ def test_what_cannot_be_made_is_refused_by_name(server: Any, body: object, statu
     assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_body_that_is_not_said_to_be_json_is_told_how(server: Any) -> None:
+@pytest.mark.parametrize("path", [IMAGES, "/v1/videos"])
+def test_a_body_that_is_not_said_to_be_json_is_told_how(server: Any, path: str) -> None:
     form = {"Content-Type": "application/x-www-form-urlencoded"}  # as curl has it
-    status, _, answer = ask(server, IMAGES, {"prompt": "a"}, "first-key", **form)
+    status, _, answer = ask(server, path, {"prompt": "a"}, "first-key", **form)
     assert status == 400 and "header Content-Type: application/json" in answer["error"]["message"]
 
 
@@ -241,6 +242,16 @@ def test_an_adapter_is_used_by_the_requests_that_name_it(
         assert bytes_of[0] == bytes_of[2] == alone(PROMPT, 2, 3).tobytes() != bytes_of[1]
 
 
+def test_adapters_that_are_links_keep_their_names(lora_file: Any, tmp_path: Path) -> None:
+    from fluxq.serve.server import _adapters
+
+    blob = lora_file("style.safetensors", ["attn.to_q"], rank=4, seed=3).rename(
+        tmp_path / "0123abcd"
+    )  # as the hub has it
+    (tmp_path / "style.safetensors").symlink_to(blob)
+    assert _adapters(tmp_path) == {"style": str(tmp_path / "style.safetensors")}
+
+
 @pytest.mark.slow
 def test_checkpoints_take_turns_in_the_memory_that_there_is(int8: Path, plain_checkpoint, tmp_path: Path) -> None:
     (tmp_path / "more").symlink_to(int8)
@@ -295,7 +306,7 @@ def test_a_worker_that_is_killed_costs_the_image_that_it_made_and_no_other(int8:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_process", [True, False])
-def test_an_error_of_the_servers_own_costs_one_image(in_process: bool, int8: Path, monkeypatch) -> None:
+def test_an_error_of_the_servers_own_costs_one_image(in_process: bool, int8: Path, monkeypatch, caplog) -> None:
     body = {"prompt": PROMPT, "num_inference_steps": 3}
     with running(int8, in_process=in_process) as server:
         plain, told = server.dispatcher.metrics.quantum, list[object]()
@@ -310,6 +321,7 @@ def test_an_error_of_the_servers_own_costs_one_image(in_process: bool, int8: Pat
         status, _, answer = ask(server, IMAGES, body)
         assert status == 500 and answer["error"]["code"] == "KeyError" and "defect" not in str(answer)
         assert [ask(server, IMAGES, body)[0] for _ in range(2)] == [200, 200] and ask(server, "/health")[0] == 200
+        assert "defect" not in caplog.text  # such a text may quote a prompt
         server.dispatcher._loop.get_loop().call_soon_threadsafe(server.dispatcher._loop.cancel)
         until(lambda: ask(server, "/health")[0] == 500)
 
@@ -513,6 +525,8 @@ def test_prompts_that_print_alike_are_kept_apart() -> None:
         with _Remembering(encodings, pipe, order) as looking:  # pyright: ignore[reportArgumentType]
             found.append((pipe.encode_prompt(prompt), looking.was_hit))
     assert found == [([None], False), (["None"], False), ([["a"]], False), (["['a']"], False)]
+    with _Remembering(encodings, pipe, order) as looking:  # pyright: ignore[reportArgumentType]
+        assert [pipe.encode_prompt(prompt) for prompt in ("new", "None")] and not looking.was_hit
 
 
 def test_two_calls_of_a_second_order_scheduler_are_one_step() -> None:
@@ -527,6 +541,31 @@ def test_two_calls_of_a_second_order_scheduler_are_one_step() -> None:
     for call in range(5):
         making._after_step(call, torch.zeros(1))
     assert steps == [1, 2] and making._steps == 3
+
+
+def test_what_fails_keeps_nothing_of_what_it_computed() -> None:
+    import weakref
+
+    from fluxq.serve.orders import Order
+    from fluxq.serve.process import portable
+    from fluxq.serve.worker import _Making
+
+    computed: list[Any] = []
+
+    def fails() -> None:
+        latents = torch.zeros(1)
+        computed.append(weakref.ref(latents))
+        raise torch.OutOfMemoryError("no memory")
+
+    making: Any = _Making(None, Order(1, "A", "p", 1, {}))  # pyright: ignore[reportArgumentType]
+    making._make = fails
+    making.go_on(print, lambda: False, 0.0, 0.0)
+    making.wait()
+    with pytest.raises(torch.OutOfMemoryError, match="no memory") as raised:
+        making.result()
+    assert computed[0]() is None
+    sent = portable(raised.value)
+    assert type(sent) is torch.OutOfMemoryError and sent.__traceback__ is None
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -103,6 +104,9 @@ def test_licences_are_named():
     text = (FOLDER / "LICENSES.txt").read_text(encoding="utf-8")
     assert "CC BY 4.0" in text and "BSD-3" in text and "Apache-2.0" in text
     assert (tiny.path() / "LICENSE.txt").read_text(encoding="utf-8") == text
+    makers = [*re.findall(r"`python -m (\S+)`", text), *re.findall(r"drawn by (\S+)\.py", text)]
+    root = Path(data.__file__).parents[2]
+    assert len(makers) == 2 and all((root / f"{maker.replace('.', '/')}.py").is_file() for maker in makers), makers
     assert "license: apache-2.0" in (tiny.path() / "README.md").read_text(encoding="utf-8")
 
 

@@ -180,7 +180,7 @@ def utc_now() -> str:
 def versions(*more: str) -> dict[str, str]:
     """Return the versions of Python, of the packages that compute and of `more`, and the kind of machine."""
     machine = f"{cpu_name()}, {os.cpu_count()} cores, {instructions()}"
-    packages = {name: _version(name) for name in (*_PACKAGES, *more)}
+    packages = {name: package_version(name) for name in (*_PACKAGES, *more)}
     return {"python": platform.python_version(), **packages, "machine": machine}
 
 

@@ -132,8 +132,10 @@ def _refusal(model: str, revision: str | None, offline: bool, error: BaseExcepti
 
     page = f"{constants.ENDPOINT}/{model}"
     if offline:
-        switch = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "--local-files-only was given"
-        return no_model(model, f"it is not (completely) on this machine, and {switch}: fetch it once without that")
+        cure = f"nothing is fetched here: leave out --local-files-only, or `hf download {model}` first"
+        if constants.HF_HUB_OFFLINE:
+            cure = "HF_HUB_OFFLINE is set: fetch it once without that"
+        return no_model(model, f"it is not (completely) on this machine, and {cure}")
     if isinstance(error, errors.GatedRepoError):
         who = "log in with `hf auth login` (or set HF_TOKEN)" if get_token() is None else "then run this again"
         return PermissionError(f"model {model!r} is gated: accept its licence at {page}, and {who}")

@@ -153,6 +153,10 @@ class ModelFolder:
         variants = sorted(path.name for stem in WEIGHT_STEMS for path in folder.glob(f"{stem}.*.safetensors"))
         if variants:
             raise ValueError(f"{folder}: holds only a variant ({variants[0]}); save it again without `variant`")
+        if parts := sorted(path.name for path in folder.glob("*-of-*.safetensors")):
+            raise ValueError(
+                f"{folder}: holds parts of weights ({parts[0]}) and no index of them; copy the folder again"
+            )
         pickled = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLES)
         cure = "convert them to safetensors first: unpickling a stranger's file runs its code"
         fault = f"holds pickle weights ({pickled[0]}); {cure}" if pickled else "holds no safetensors weights"

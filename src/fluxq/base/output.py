@@ -682,6 +682,14 @@ def _serving(target: Path) -> tuple[Path, Path]:
     return target.with_name(f".{target.name}.lock"), target.with_name(f".{target.name}.pid")
 
 
+def _require_locks(handle: int) -> None:
+    """Raise OSError on a file system without locks, as Lustre may be: FileLock finds each file taken there."""
+    if os.name != "nt":
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_UN)
+
+
 @contextmanager
 def sole_writer(target: Path, wait: float = 0) -> Iterator[None]:
     """Let only one process at a time into this block for a target; RuntimeError in the second, naming the first.
@@ -697,10 +705,14 @@ def sole_writer(target: Path, wait: float = 0) -> Iterator[None]:
     require_lockable(target)
     lock, owner = _serving(target)
     try:
-        os.close(os.open(lock, os.O_RDWR | os.O_CREAT, 0o644))  # a failure here is not another process
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)  # a failure here is not another process
+        try:
+            _require_locks(handle)
+        finally:
+            os.close(handle)
     except OSError as error:
         raise ValueError(
-            f"{target} cannot be made: {target.parent} takes no new file ({error.strerror}); give another --output"
+            f"{target} cannot be made: {target.parent} takes no lock file ({error.strerror}); give another --output"
         ) from None
     try:
         with FileLock(lock, timeout=wait):

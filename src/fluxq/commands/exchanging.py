@@ -91,8 +91,8 @@ def export_checkpoint(session: Session, output: str, format: str, target: Path |
 
 def _export_list(session: Session, file: Path, format: str, target: Path | None) -> None:
     """Write a list of steps for another program."""
-    names = ("component", "requantize", "max_shard_bytes")
-    flags = [f"--{name.replace('_bytes', '').replace('_', '-')}" for name in names if session.arguments[name]]
+    names = {"--component": "component", "--requantize": "requantize", "--max-shard-size": "max_shard_bytes"}
+    flags = [flag for flag, name in names.items() if session.arguments[name]]
     flags += ["--side-layers"] if session.arguments["side_layers"] != "8bit" else []
     if flags:
         raise ValueError(f"--format {format} is of a list of steps, which has no layers: leave out {', '.join(flags)}")

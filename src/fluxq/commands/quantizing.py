@@ -141,7 +141,7 @@ def plan(
     "--components",
     callback=names_in,
     metavar="NAME,NAME",
-    help="Components to choose for, text encoders too under --size; by default the recipe's denoisers.",
+    help="Components to choose for, text encoders too under --size or --gate alone; by default the denoisers.",
 )
 @click.option(
     "--from",

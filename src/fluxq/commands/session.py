@@ -227,10 +227,12 @@ class Session:
         if flags:
             raise ValueError(f"--vram chooses recipes for whole components, by bytes: leave out {', '.join(flags)}")
         room, recipe = room_of(vram), self.arguments["recipe"]
-        if load_recipe(recipe)[1].auto is not None:
+        settings = load_recipe(recipe)[1]
+        if settings.auto is not None:
             raise ValueError(f"--vram counts bytes, and recipe {recipe} chooses formats by a search: give another one")
-        model = self.arguments["model"] or DEFAULT_MODEL
-        folder = self.requirements.require_model(model, self.arguments["revision"], self.arguments["local_files_only"])
+        model = self.arguments["model"] or settings.model or DEFAULT_MODEL
+        revision = self.arguments["revision"]
+        folder = self.requirements.require_model(model, revision, self.arguments["local_files_only"])
         self.say(f"model {model}")
         from fluxq.jobs import fits
 
@@ -238,7 +240,7 @@ class Session:
         call = self.requirements.call_of(folder, folder.generation_defaults, given)
         self.requirements.require_call(folder, call, given)
         is_chosen = click.get_current_context().get_parameter_source("recipe") is not ParameterSource.DEFAULT
-        return fits.best_fit(folder, room, call, (recipe,) if is_chosen else (), model=model)
+        return fits.best_fit(folder, room, call, (recipe,) if is_chosen else (), model=model, revision=revision)
 
     @contextmanager
     def together(self) -> Iterator[Any]:

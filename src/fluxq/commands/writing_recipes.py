@@ -64,7 +64,7 @@ def new(
     gpu = gpu or click.prompt("GPU, as 4070 or h100, or cpu")
     capacity = None if gpu.lower() == "cpu" else f"{find_device(gpu).memory:g}GiB"
     if asks:
-        memory = memory or bytes_of(click.prompt("Memory for it", default=capacity))
+        memory = memory or click.prompt("Memory for it", default=capacity, value_proc=_size)
         want = want or click.prompt("First comes", type=click.Choice(WANTS), default="quality")
         target = target or click.prompt("Export to", type=click.Choice(TARGETS), default="fluxq")
         model = model or click.prompt("Model, as in `fluxq families`", default=_MODEL)
@@ -75,6 +75,13 @@ def new(
     advice = advising.write_recipe(wish, output, session.start_work)
     hub_id = advising.hub_id_of(wish.model)
     session.print({"output": str(output), **advice.describe()}, lambda: show.advised(output, advice, hub_id))
+
+
+def _size(answer: str) -> int:
+    """Read a size; for what is none the question is asked again."""
+    if size := bytes_of(answer):
+        return size
+    raise click.UsageError("write a size with its unit, as in 8GB or 12GiB")
 
 
 @recipe.command(cls=Command, short_help="Say what is wrong with recipe files, with lines and cures.")

@@ -61,7 +61,8 @@ def plan_for(model: nn.Module, config: FluxqConfig) -> Plan | None:
             f"recipe {recipe_name} fits this {class_name} to data, which loading cannot do: run `fluxq quantize MODEL "
             f"--recipe {recipe_name}` and load what it writes, or pass profile='rtn', which only rounds to nearest"
         )
-    if config.component and config.component not in recipe.components and not config.component.startswith(family.kind):
+    names = ("transformer", "unet") if family.kind == "transformer" else (family.kind,)
+    if config.component and config.component not in recipe.components and not config.component.startswith(names):
         raise ValueError(
             f"component {config.component!r}: recipe {recipe_name} has no entry of that name, and {class_name} is a "
             f"{family.kind}"

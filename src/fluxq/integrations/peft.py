@@ -8,6 +8,7 @@ library lets others register a layer type, so `register_*` wrap the functions th
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -185,10 +186,10 @@ def _refusing_to_merge_into_codes(stock: Callable[..., Any]) -> Callable[..., An
 
     @functools.wraps(stock)
     def merge(self: BaseTuner, *args: Any, **kwargs: Any) -> Any:
-        merges = stock.__name__ == "merge_adapter" or kwargs.get("merge", args[0] if args else True)
-        for name, module in self.model.named_modules() if merges else ():
+        given = inspect.signature(stock).bind(self, *args, **kwargs).arguments
+        for name, module in self.model.named_modules() if given.get("merge", True) else ():
             if isinstance(module, IntoBranch):
-                module.mergeable(kwargs.get("adapter_names"))
+                module.mergeable(given.get("adapter_names"))
             elif isinstance(module, BaseTunerLayer):
                 if isinstance(module.get_base_layer(), QuantLinear):
                     raise ValueError(

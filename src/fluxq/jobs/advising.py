@@ -94,7 +94,9 @@ def advise(wish: Wish) -> Advice:
     Raises ValueError, with the cure, for an unknown card, target or model, a card whose arithmetic the target does not
     use, and where nothing fits.
     """
-    device = _device(wish)
+    device, named = _device(wish), [row.name for row in find_published(wish.model)]
+    if len(named) > 1:
+        raise ValueError(f"{wish.model} is what several models are called: name one of {', '.join(named)}")
     if not model_named(wish.model).row.beside:
         raise ValueError(
             f"{wish.model}: the other parts of its pipeline are not known here, so nothing tells what a card holds; "
@@ -211,7 +213,7 @@ def recipe_text(wish: Wish, advice: Advice) -> str:
 
 def hub_id_of(name: str) -> str:
     """Return the hub's first repository of a published model; its name where the hub has none."""
-    return next(iter(hub_ids(name)), name)
+    return next(iter(hub_ids(find_published(name)[0].name)), name)
 
 
 def pieces(name: str, recipe: str, device: Device, prefer: Prefer, *, encoders: bool) -> Iterator[PartSize]:

@@ -199,7 +199,7 @@ def _place(device: str, chip: str | None) -> tuple[torch.device, str]:
             raise ValueError(f"--chip {chip}: the interpreter knows {', '.join(known)}")
         return torch.device("cpu"), chip
     where = torch.device(device)
-    if where.type != "cuda" or not torch.cuda.is_available():
+    if where.type != "cuda" or (where.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"--device {device}: torch finds no such CUDA or ROCm device, and only there doctor can tell whether "
             "kernels compute what they should, and how fast: run it on the GPU's machine. --chip sm_90 --interpret "

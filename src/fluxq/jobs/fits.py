@@ -92,13 +92,19 @@ class Fit:
 
 
 def best_fit(
-    folder: ModelFolder, room: float, call: Mapping[str, Any], recipes: Iterable[str] = (), *, model: str = ""
+    folder: ModelFolder,
+    room: float,
+    call: Mapping[str, Any],
+    recipes: Iterable[str] = (),
+    *,
+    model: str = "",
+    revision: str | None = None,
 ) -> Fit:
     """Return the best recipe and placement of a pipeline's folder whose whole call fits into a card of `room` bytes.
 
     call: arguments of the pipeline. recipes: names or files to choose from, by default all that are shipped; a
-    component that is quantized already stays as it is. model: as it is called in the lines of the answer, by default
-    by its path. No weights are read, and nothing is computed with them.
+    component that is quantized already stays as it is. model, revision: as they are called in the lines of the answer,
+    by default by its path. No weights are read, and nothing is computed with them.
 
     Raises ValueError that names the least bytes where nothing fits.
     """
@@ -117,11 +123,12 @@ def best_fit(
     choice, way, peaks = answer
     stored = {name: in_words_of(folder, name, recipe) for name, recipe in choice.recipes.items()}
     quantized = {name: recipe for name, recipe in choice.recipes.items() if recipe != IN_16_BIT}
-    source, command = model or str(folder.path), ""
+    source, command = model if model and not revision else str(folder.path), ""
     if quantized:
         recipe = next(iter(quantized.values()))
-        words = [source, "--recipe", recipe, "--components", ",".join(quantized)]
-        source = f"{folder.name}-{Path(recipe).stem}"
+        words = [model, "--revision", revision] if model and revision else [source]
+        words += ["--recipe", recipe, "--components", ",".join(quantized)]
+        source = f"{Path(folder.name).name}-{Path(recipe).stem}"
         command = shlex.join(["fluxq", "quantize", *words, "-o", source])
     return Fit(stored, Placement(way, room, peaks, type(pipe).__name__, source), command)
 

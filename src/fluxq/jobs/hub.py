@@ -47,8 +47,8 @@ def push(output: Path, record: Record, repo: str, private: bool) -> str:
     api = HfApi()
     message = f"{record.model.name} quantized with fluxq {record.fluxq_version} ({record.recipe.name})"
     try:
-        address = api.create_repo(repo, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=output, commit_message=message)
+        address = api.create_repo(repo, private=private, exist_ok=True)  # a name alone is one of the user's
+        api.upload_folder(repo_id=address.repo_id, folder_path=output, commit_message=message)
     except Exception as error:  # as above
         raise OSError(
             f"{output} is complete but not uploaded to {repo} ({first_line(error)}); the same command only uploads it"

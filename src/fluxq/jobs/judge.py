@@ -197,7 +197,7 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
             f"{output}: imported without a base, or made of a pipeline in memory, so its 16-bit model is not known; "
             "give it as --model"
         )
-    revision = options.revision or record.model.revision
+    revision = options.revision or (record.model.revision if source == record.model.source else None)
     folder = resolve_model(source, revision=revision, local_files_only=options.local_files_only)
     if options.images is not None:
         reads = {"the checkpoint": output, "the 16-bit model": folder.path, "--fid-reference": options.fid_reference}
@@ -862,7 +862,8 @@ def _command(subject: Subject) -> str:
     """Return the command that makes this report again, without options that only say where images are made and kept."""
     options, default = subject.options, JudgeOptions()
     words = ["fluxq", "eval", _named(subject)]
-    for name in ("model", "protocol", "prompts", "count", "seeds", "seed", "dtype", "device", "batch_size"):
+    names = ("model", "revision", "protocol", "prompts", "count", "seeds", "seed", "dtype", "device", "batch_size")
+    for name in (*names, "weights", "clip", "fid_resize", "fid_reference"):
         value = getattr(options, name)
         if value != getattr(default, name) and not (name == "model" and options.in_memory):
             words += [f"--{name.replace('_', '-')}", str(value)]

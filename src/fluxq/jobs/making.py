@@ -300,7 +300,7 @@ def _record_list(part: Path, job: Job, steps: StepList) -> None:
 def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype: str) -> list[dict[str, Any]]:
     """Compile the kernels that the checkpoint `output` launches on a GPU; return a row for each launch."""
     where = torch.device(device)
-    if where.type != "cuda" or not torch.cuda.is_available():
+    if where.type != "cuda" or (where.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"--device {device}: kernels are compiled for the GPU that is there, and torch finds no such CUDA or ROCm "
             "device; run this on the machine that will serve"

@@ -299,7 +299,8 @@ def _bind(device: torch.device, limit: int | None) -> None:
     """
     if device.type == "cuda":
         whole = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole) if limit else 1.0, device)
+        fraction = min(1.0, limit / whole) if limit else 1.0
+        torch.cuda.set_per_process_memory_fraction(fraction, device.index)  # it takes no `cuda` without a number
     elif device.type == "cpu" and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _GIVEN_BACK if limit else _KEPT)
 

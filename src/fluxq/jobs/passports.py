@@ -93,8 +93,8 @@ def write_from_check(
 ) -> None:
     """Write the passport of a checkpoint that is being made, of the images of its closing check.
 
-    One batch of them is made once more, for the floor. Where latents are not finite, or prompts have images of their
-    own, there is nothing to repeat, and no passport.
+    One batch of them is made once more, for the floor. Where latents of either run are not finite, or prompts have
+    images of their own, there is nothing to repeat, and no passport.
 
     part: its folder. made: its images. figures: metric -> paired figure against the 16-bit pipeline.
     digests: of `pipeline_digests`.
@@ -110,6 +110,11 @@ def write_from_check(
     attention = floor_attention(device) if job.run.limit is None else "native"  # the other one holds all scores at once
     set_attention(pipe, attention)
     again = generate(pipe, items[:count], call, again_at, description="Quantized pipeline again")
+    try:
+        floor = floor_of(images, named_images(items[:count], again.latents))
+    except ValueError as error:  # of the other attention, in fp16 perhaps: the checkpoint is none the worse
+        logger.warning("no passport: %s", error)
+        return
     checkpoint, of_components = digests
     passport = Passport(
         fluxq=FLUXQ_VERSION,
@@ -133,7 +138,7 @@ def write_from_check(
         versions=versions("fluxq"),
         shape=tuple(made.latents.shape[1:]),
         images=images,
-        floor=floor_of(images, named_images(items[:count], again.latents)),
+        floor=floor,
         floor_run={"batch_size": again_at, "attention": attention},
     )
     write_passport(part, passport)

@@ -138,7 +138,7 @@ class Search:
 
     def table_file(self, measure: Measure) -> Path:
         """Return the place of a table, beside the recipe."""
-        return self.job.output.with_name(f"{self.job.folder.name}-{measure}-errors.safetensors")
+        return self.job.output.with_name(f"{Path(self.job.folder.name).name}-{measure}-errors.safetensors")
 
     def table_digest(self, measure: Measure) -> str:
         """Return the digest of all that decides a table."""

@@ -146,7 +146,8 @@ def export_list(
     target: a .yaml file, by default ./<name of the list>-<format>.yaml.
     """
     settings, use = STEP_EXPORTS[format]
-    steps, place = _list_at(file), plain_path(target or f"{file.resolve().stem}-{format}.yaml")
+    name = file.resolve().name.removesuffix(".json")
+    steps, place = _list_at(file), plain_path(target or f"{name}-{format}.yaml")
     if place.suffix != ".yaml":
         raise ValueError(f"output {place}: what {format} reads is a .yaml file; call it {place.stem}.yaml, say")
     lines = [f"# {steps}, of {file.name}", *(f"#   {line.replace('FILE', place.name)}" for line in use)]

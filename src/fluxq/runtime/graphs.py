@@ -201,7 +201,8 @@ class Answer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._value = torch.empty(1, dtype=torch.int8, pin_memory=True)
+        with torch.inference_mode(False):  # or it could only be written to in that mode
+            self._value = torch.empty(1, dtype=torch.int8, device="cpu", pin_memory=True)
         self._written = torch.cuda.Event(external=True)  # which a graph records behind it, at each replay
 
     def write(self, yes: Tensor) -> None:

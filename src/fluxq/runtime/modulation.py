@@ -66,7 +66,6 @@ def hoist_modulation(pipe: Any, *, max_rows: int = MAX_ROWS, offload: bool = Fal
         raise ValueError(f"hoist_modulation needs a pipeline with transformer and scheduler, got {type(pipe).__name__}")
     if max_rows < 1:
         raise ValueError(f"max_rows is {max_rows}, expected at least 1")
-    _require_eager(transformer)
     layers, embedded_timestep = modulation_of(transformer)
     if hoisted_in(linear for linear, _ in layers.values()) is not None:
         raise ValueError(f"the modulation of this {type(transformer).__name__} is hoisted already: remove() it first")
@@ -80,8 +79,9 @@ def modulation_of(
 ) -> tuple[dict[str, tuple[nn.Linear, nn.SiLU]], Callable[[Tensor, torch.dtype], Tensor]]:
     """Return the modulation that can be hoisted, path -> (Linear, silu), and what its embedder gets for a timestep.
 
-    Raises ValueError for a model whose modulation cannot be hoisted.
+    Raises ValueError for a model whose modulation cannot be hoisted, and for one that is compiled.
     """
+    _require_eager(transformer)
     family = family_of(type(transformer).__name__)
     if family.embedded_timestep is None:
         families = ", ".join(name for name, row in FAMILIES.items() if row.embedded_timestep)

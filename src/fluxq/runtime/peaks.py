@@ -46,7 +46,7 @@ def peaks(pipe: Any, call: Mapping[str, Any]) -> dict[str, int]:
     call: arguments of the pipeline; steps beyond the second are left out, and a prompt where it brings embeddings.
     Raises ValueError where the call fails.
     """
-    with torch.no_grad(), _quiet(), _watched(models_of(pipe)) as alive, _Attention(), alive:
+    with torch.no_grad(), _CPU, _quiet(), _watched(models_of(pipe)) as alive, _Attention(), alive:
         try:
             length = call.get("max_sequence_length")
             prompt = " ".join(["a"] * (_TEXT if length is None else length))

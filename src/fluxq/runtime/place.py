@@ -143,9 +143,10 @@ def rows_of(pipe: Any, call: Mapping[str, Any]) -> int:
     """Return the rows of the tables of hoisted modulation in a call: of each step, image and half of guidance."""
     default = inspect.signature(type(pipe).__call__).parameters.get("num_inference_steps")
     usual = default.default if default and default.default else _STEPS
-    steps, images = call.get("num_inference_steps", usual), call.get("num_images_per_prompt") or 1
+    steps, prompt = call.get("num_inference_steps", usual), call.get("prompt")
+    images = (call.get("num_images_per_prompt") or 1) * (len(prompt) if isinstance(prompt, list) else 1)
     config = getattr(getattr(pipe, "transformer", None), "config", {})
-    halves = 1 if config.get("guidance_embeds") else 2
+    halves = 1 if config.get("guidance_embeds") and call.get("negative_prompt") is None else 2
     return min(MAX_ROWS, steps * halves * images)
 
 
@@ -221,7 +222,8 @@ def _require_plain(pipe: Any) -> None:
         if step_of(model) or step_of(called[name]) or hoisted_in(model.modules()):
             raise ValueError(
                 f"{name} is captured or hoisted already: call `fluxq.restore(pipe)`, or remove() what was returned, "
-                "then place, then capture; a captured step needs everything on the GPU"
+                "then place, then capture; a captured step needs everything on the GPU. Where `fluxq.place` hoisted "
+                "it, load the pipeline again"
             )
 
 
@@ -236,7 +238,7 @@ def _require_card(card: torch.device, room: float) -> None:
     """Raise ValueError for a card that is not there, or has less than `room` bytes."""
     if card.type == "cpu":
         return
-    if card.type != "cuda" or not torch.cuda.is_available():
+    if card.type != "cuda" or (card.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device {card}: torch finds no such GPU; place where the pipeline will run, and elsewhere ask "
             "`fluxq plan MODEL --vram SIZE`"

@@ -38,6 +38,7 @@ _OTHER_NAMES = {"steps": "num_inference_steps"} | dict.fromkeys(("cfg", "cfg_sca
 _ARGUMENTS = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt", "max_sequence_length")
 FPS = 16  # of a video whose request says nothing
 _LONGEST_SIDE = {"webp": 16383, "jpeg": 65500}  # pixels that a file holds
+NO_HEADER = "the body is read as JSON only with the header Content-Type: application/json"
 _STRENGTH = 0.6  # of image-to-image, as most of diffusers' pipelines have it
 
 
@@ -108,7 +109,7 @@ class EditRequest(ImageRequest):
 class VideoRequest(ImageRequest):
     """Body, or fields of a form, of a request for a video. `seconds` times `fps` is the number of frames."""
 
-    seconds: float | None = Field(default=None, gt=0, le=600)
+    seconds: float | None = Field(default=None, gt=0, le=600, strict=False)  # a text with OpenAI
     fps: int | None = Field(default=None, ge=1, le=120)
     num_frames: int | None = Field(default=None, ge=1, le=10_000)
 
@@ -158,7 +159,7 @@ def problem_of(errors: Sequence[Mapping[str, Any]]) -> Refused:
     if first.get("type") == "json_invalid":
         return Refused("the body is not valid JSON")
     if not names and isinstance(first.get("input"), bytes):
-        return Refused("the body is read as JSON only with the header Content-Type: application/json")
+        return Refused(NO_HEADER)
     return Refused(f"{name or 'the body'}: {str(first.get('msg', 'not valid'))[:200]}", name or None)
 
 
@@ -184,6 +185,8 @@ def orders_of(
     _require_size(call["width"], call["height"], request, limits)
     if sources:
         call |= _editing_of(request, facts, sources)
+    elif facts.edits == "only":
+        raise Refused(f"{facts.name} makes no image without another: ask /v1/images/edits", "model")
     steps = int(call["num_inference_steps"])
     if steps > limits.steps:
         raise Refused(f"num_inference_steps is {steps}, {limits.steps} at most", "num_inference_steps")

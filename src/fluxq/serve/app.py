@@ -250,6 +250,8 @@ def _add_videos(app: FastAPI, served: Served) -> None:
     async def create(request: Request) -> dict[str, Any]:
         if request.headers.get("content-type", "").startswith("application/json"):
             body = VideoRequest.model_validate_json(await request.body())
+        elif (await request.body()).lstrip().startswith(b"{"):
+            raise Refused(api.NO_HEADER)
         else:
             async with request.form(max_files=_FILES, max_fields=_FIELDS) as form:
                 if any(not isinstance(value, str) for value in form.values()):

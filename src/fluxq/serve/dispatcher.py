@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from fluxq.base.console import first_line, logger
 from fluxq.serve.metrics import Metrics
-from fluxq.serve.orders import Busy, Facts, Order, Picture, Quantum, Refused, WorkerDied
+from fluxq.serve.orders import Busy, Facts, Failed, Order, Picture, Quantum, Refused, Source, WorkerDied
 from fluxq.serve.queue import Entry, Queue
 from fluxq.serve.shadow import Shadows
 from fluxq.serve.times import JOINED, Times
@@ -85,8 +85,10 @@ class Job:
         """Wait for all images and return them; the error of one is the request's."""
         while await self.news.get() is not None:
             pass
-        if self.error is not None:
+        if isinstance(self.error, (ValueError, RuntimeError, OSError)):
             raise self.error
+        if self.error is not None:  # of others uvicorn would log the text, which may quote a prompt
+            raise Failed(type(self.error).__name__)
         return [self.made[order.number] for order in self.orders]
 
     def end_at_once(self) -> None:
@@ -151,9 +153,10 @@ class Dispatcher:
         self._loop = asyncio.create_task(self._run())
 
     async def _start_worker(self) -> None:
-        began = time.monotonic()
-        await self.hands.start()
-        self._starting = time.monotonic() - began
+        async with self._worker:  # of whom somebody may be asking something
+            began = time.monotonic()
+            await self.hands.start()
+            self._starting = time.monotonic() - began
 
     def give_up(self) -> None:
         """End the worker at once, and what it makes."""
@@ -289,19 +292,29 @@ class Dispatcher:
     async def _warm_up(self, facts: Facts) -> None:
         """Make a small part of an image twice: first calls compile and allocate, later ones are measured."""
         call = {**facts.defaults, "num_inference_steps": min(_WARM_STEPS, facts.defaults["num_inference_steps"])}
-        for prompt in ("a", "b"):  # a prompt that is kept would take no time
-            order = Order(self.next_number(), facts.name, prompt, 0, call)
-            async with self._worker, aclosing(self.hands.run([order])) as quanta:
-                async for quantum in quanta:
-                    quantum.check()
-                    if prompt == "b":
-                        self.times.add(order, quantum)
+        try:
+            await self._measure(facts.name, call)
+        except (AttributeError, Refused, RuntimeError):  # Qwen-Image-Edit's pipeline looks at its image first
+            if facts.edits != "image" or facts.frames:
+                raise
+            width, height = call["width"], call["height"]
+            await self._measure(facts.name, call, (Source(width, height, bytes(3 * width * height)),))
+            facts = replace(facts, edits="only")
         if self.joins and not facts.is_alone:
             orders = [Order(self.next_number(), facts.name, str(seed), seed, call) for seed in range(JOINED)]
             facts = replace(facts, joined=await self._proved(facts.name, orders))
         self.facts[facts.name] = facts
         self.shadows.of(facts.name, facts.gates)
         self.memory = await self._ask("memory")
+
+    async def _measure(self, name: str, call: Mapping[str, Any], sources: tuple[Source, ...] = ()) -> None:
+        for prompt in ("a", "b"):  # a prompt that is kept would take no time
+            order = Order(self.next_number(), name, prompt, 0, call, sources=sources)
+            async with self._worker, aclosing(self.hands.run([order])) as quanta:
+                async for quantum in quanta:
+                    quantum.check()
+                    if prompt == "b":
+                        self.times.add(order, quantum)
 
     async def _proved(self, name: str, orders: Sequence[Order]) -> float | None:
         """Return how near images of joined calls are, in dB; None where they cannot be made."""
@@ -386,6 +399,8 @@ class Dispatcher:
             self.metrics.cancelled.inc()
             entry.owner.spans.ended(entry.order)
             return
+        if self._waiting and entry.order.model not in self.memory:  # a shadow that has begun holds its model there
+            await self._ask("drop", self._waiting[0][1].number)
         group = self._group(entry)
         running = {each.order.number: each for each in group}
         orders, failed, joined = [_without_sources(each) for each in group], list[Entry](), list[Entry]()
@@ -531,8 +546,7 @@ class Dispatcher:
                 self._fail(entry, Unavailable("the worker ended while it made this image; ask again"))
         while not self.is_ready:
             try:
-                async with self._worker:  # of whom somebody may be asking something
-                    await self._start_worker()
+                await self._start_worker()
                 for name in {**self._folders, **self.facts}:  # also one that is being added
                     facts = self.facts.get(name)
                     await self._ask("know", name, self._folders.get(name), facts and facts.digest)

@@ -68,8 +68,8 @@ class Metrics:
             self.pixel_steps.labels(order.model).inc(order.pixels)
             if quantum.shared > 1:
                 self.joined.labels(order.model).inc()
-        if quantum.steps == 1 and quantum.cached:
-            self.cached.inc()
+            if quantum.steps == 1 and quantum.cached:
+                self.cached.inc()
 
     def made(self, made: Any) -> None:
         """Count an image."""

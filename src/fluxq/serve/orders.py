@@ -137,7 +137,8 @@ class Facts:
     nbytes: of its weights.
     gates: that it was shipped with.
     frames: argument that says how many frames a video has; "" where images are made.
-    edits: how it takes an image: "" for not, "image" as an argument of its own, "strength" by image-to-image.
+    edits: how it takes an image: "" for not, "image" as an argument of its own, "only" the same and never without one,
+        "strength" by image-to-image.
     is_alone: whether its images are made one after the other, because denoisers remember their last step.
     joined: SQNR in dB of latents that were made in joined calls against the same alone, infinite for the same bits;
         None where calls are not joined.
@@ -183,7 +184,7 @@ class NotFinite(RuntimeError):
 
 
 class Failed(RuntimeError):
-    """An image that another server could not make. code: name of the error there."""
+    """An image that another server could not make, or this one by a fault of its own. code: name of the error."""
 
     def __init__(self, code: str) -> None:
         super().__init__(code)

@@ -155,9 +155,8 @@ def _telling(connection: Connection) -> Callable[[Quantum], None]:
 
 
 def portable(error: Exception) -> Exception:
-    """Return an exception that another process can read."""
+    """Return an exception that another process can read, without the frames that raised it: they keep weights."""
     try:
-        pickle.loads(pickle.dumps(error))
+        return pickle.loads(pickle.dumps(error))
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {first_line(error)}")
-    return error

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from redis.exceptions import ConnectionError as NotConnected
 from redis.exceptions import OutOfMemoryError
 
 from fluxq.base.console import first_line, logger
@@ -84,6 +83,7 @@ class RedisQueue:
         self._leases: dict[str, _Lease] = {}
         self._watched: set[SharedJob] = set()
         self._connected, self._wake = asyncio.Event(), asyncio.Event()
+        self._trouble = ""  # why Redis did not answer the last time, which is told once
         self._ends, self._tidied = False, 0.0
         self._is_over = False  # a task is told so as well as cancelled: the client may swallow a cancellation
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -509,15 +509,17 @@ class RedisQueue:
 
     async def _listen(self) -> None:
         """Hear what other servers do, until Redis does not answer."""
-        last = await self._connect()
         try:
+            last = await self._connect()
             while not self._is_over:
                 last, heard = await self._store.news(last, POLL)
                 for news in heard:
                     self._hear(news)
-        except AWAY as error:
-            reason = first_line(error) if isinstance(error, NotConnected) else type(error).__name__
-            logger.warning("the queue does not answer: %s; it is asked again", reason)
+        except AWAY as error:  # of questions that have no prompt in them
+            reason = first_line(error) or type(error).__name__
+            if reason != self._trouble:
+                logger.warning("the queue does not answer: %s; it is asked again", reason)
+            self._trouble = reason
             raise
         finally:
             self._connected.clear()
@@ -526,7 +528,7 @@ class RedisQueue:
         """Read Redis's clock, and look at all that may have changed; return the place of the last news."""
         self._offset = await self._store.clock() - time.monotonic()
         await self._renew()
-        newest = await self._store.newest()
+        newest, self._trouble = await self._store.newest(), ""
         self._connected.set()
         self._wake.set()
         for job in self._watched:

@@ -109,6 +109,11 @@ local function finish(entry, job, image, kind, value, file, seconds, most)
     redis.call('HSET', name, 'file:'..image, file)
   else
     for _, other in ipairs(all) do close(other) end
+    local key = redis.call('HGET', name, 'key')
+    if key and cjson.decode(value).kind == 'unavailable' then  -- whoever asks again begins anew
+      redis.call('DEL', P..'key:'..key)
+      redis.call('HDEL', name, 'key')
+    end
   end
   if left == 0 or kind == 'failed' then keep(job, #all, seconds, most) end
   tell('kind', kind, 'job', job, 'image', image, 'entry', entry)

@@ -372,7 +372,7 @@ def _adapters(folder: Path | None) -> dict[str, str]:
         raise ValueError(f"--lora {folder} holds no .safetensors file")
     for file in files:
         TensorFile(file)  # ValueError for one that is damaged
-    return {file.stem: str(file.resolve()) for file in files}
+    return {file.stem: str(file.absolute()) for file in files}  # what a link of the hub's cache leads to has no ending
 
 
 def _require_queue(url: str) -> None:

@@ -17,7 +17,8 @@ from starlette.exceptions import HTTPException
 
 from fluxq.base.console import logger
 from fluxq.serve import api
-from fluxq.serve.dispatcher import Dispatcher, Job, Made
+from fluxq.serve.dispatcher import Dispatcher, Job, Made, Unavailable
+from fluxq.serve.orders import Failed, NotLoaded, Refused
 
 MEDIA_TYPE = "image/webp"
 KEPT_SECONDS = 3600.0
@@ -59,7 +60,9 @@ class Video:
     def fail(self, error: Exception) -> None:
         """Tell that it could not be made."""
         self.status, self.completed = "failed", self.completed or time.time()
-        self.error = {"code": type(error).__name__, "message": "the video could not be made"}
+        is_told = isinstance(error, (Refused, NotLoaded, Unavailable))  # as where an image is asked for
+        message = str(error) if is_told else "the video could not be made"
+        self.error = {"code": error.code if isinstance(error, Failed) else type(error).__name__, "message": message}
 
 
 class Videos:

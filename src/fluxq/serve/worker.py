@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -373,6 +374,7 @@ class _Making:
         except _Dropped:
             pass
         except BaseException as error:  # the thread's end is not to be the worker's
+            clear_frames(error.__traceback__)  # whose tensors would wait for the garbage collector
             self._error = error
         finally:
             self.is_done = True
@@ -477,7 +479,7 @@ class _Remembering:
 
     def __init__(self, encodings: _Encodings, pipe: Any, order: Order) -> None:
         self.encodings, self.pipe, self.order, self.was_hit = encodings, pipe, order, False
-        self.seconds = 0.0
+        self.seconds, self._lacked = 0.0, False
 
     def __enter__(self) -> _Remembering:
         if callable(getattr(self.pipe, "encode_prompt", None)):
@@ -503,7 +505,8 @@ class _Remembering:
         text = repr((sorted((name, repr(value)) for name, value in bound.items()), self.order.lora))
         key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         encoding = self.encodings.get(key)
-        self.was_hit = encoding is not None
+        self._lacked |= encoding is None
+        self.was_hit = not self._lacked
         if encoding is None:
             encoding = self._plain(*args, **kwargs)
             self.encodings.put(key, encoding)

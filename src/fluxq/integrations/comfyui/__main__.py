@@ -60,7 +60,7 @@ def _require_free(target: Path) -> None:
 def main(comfyui: Path) -> None:
     """Run the command; exit 2 where `install` refuses."""
     try:
-        click.echo(f"wrote {install(comfyui)}; restart ComfyUI")
+        click.echo(f"wrote {install(comfyui.expanduser())}; restart ComfyUI")  # a shell leaves `--install=~/…` alone
     except ValueError as error:
         raise click.UsageError(str(error)) from error
 
