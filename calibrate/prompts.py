@@ -203,7 +203,7 @@ def _find(source: str, model: ModelFolder, is_alone: bool) -> tuple[str, object,
     path = Path(source)
     if path.is_file():
         reader = _reader(path)
-        return path.name, path, reader(path, is_alone) if reader is _read_parquet else reader(path)
+        return path.name, path, _read_parquet(path, is_alone) if reader is _read_parquet else reader(path)
     if path.is_dir():
         return path.name, path, _read_saved(path)
     require_source(source)
