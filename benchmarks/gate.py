@@ -54,8 +54,7 @@ from fluxq.eval.gate.decide import ALPHA, FIRST_LOOK, RULES, judge, looks_of
 from fluxq.eval.gate.speed import PAIRS, Call, GateSpeed, judge_speed
 from fluxq.eval.images.executor import threads
 from fluxq.eval.images.generate import Generated, generate
-from fluxq.eval.images.sides import set_attention
-from fluxq.eval.metrics.drift import floor_attention
+from fluxq.eval.images.sides import floor_attention, set_attention
 from fluxq.eval.metrics.networks import Networks
 from fluxq.jobs.gating import Gate, GateOptions, run_gate
 from fluxq.kernels.linear import QuantLinear, quant_layers

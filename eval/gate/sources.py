@@ -22,8 +22,7 @@ from fluxq.eval.gate.commits import CommitSource
 from fluxq.eval.gate.endpoints import EndpointSource
 from fluxq.eval.gate.pictures import Pictures
 from fluxq.eval.images.executor import Work, ensure_images
-from fluxq.eval.images.sides import Side
-from fluxq.eval.metrics.drift import floor_attention
+from fluxq.eval.images.sides import Side, floor_attention
 
 
 @dataclass(frozen=True)

@@ -200,6 +200,11 @@ def set_attention(pipe: Any, backend: str) -> None:
         registry.set_active_backend(default)
 
 
+def floor_attention(device: str) -> str:
+    """Return diffusers' attention backend for the second 16-bit run: of PyTorch, but not its default."""
+    return "_native_efficient" if device.startswith("cuda") else "_native_math"
+
+
 NATIVE = "native"
 
 # name -> 8-bit formats to re-encode layers to, each to the one of least error; none: computed as stored.

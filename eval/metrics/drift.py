@@ -109,11 +109,6 @@ def drift(followed: Followed, pipe: Any, batch_size: int | None = None, floor: D
     )
 
 
-def floor_attention(device: str) -> str:
-    """Return diffusers' attention backend for the second 16-bit run: of PyTorch, but not its default."""
-    return "_native_efficient" if torch.device(device).type == "cuda" else "_native_math"
-
-
 def _velocity_errors(followed: Followed, pipe: Any, size: int) -> list[list[float]]:
     """Return image, step -> |v̂ - v| / |v| over all calls of the step."""
     lost = [[0.0 for _ in steps] for steps in followed.velocities]

@@ -15,9 +15,9 @@ from fluxq import tiny
 from fluxq.eval.images.denoiser import denoisers, hooked, prediction, with_prediction
 from fluxq.eval.images.generate import generate
 from fluxq.eval.images.protocols import items_of
-from fluxq.eval.images.sides import Side
+from fluxq.eval.images.sides import Side, floor_attention
 from fluxq.eval.metrics import drift as drift_module
-from fluxq.eval.metrics.drift import drift, floor_attention, follow
+from fluxq.eval.metrics.drift import drift, follow
 from fluxq.eval.metrics.fidelity import sqnr
 from fluxq.eval.metrics.schema import Drift
 from fluxq.runtime.step_caches import cache_of

@@ -51,11 +51,12 @@ from fluxq.eval.images.sides import (
     Side,
     component_digests,
     digest_of,
+    floor_attention,
     pipeline_digests,
     side_stamps,
     variants,
 )
-from fluxq.eval.metrics.drift import drift, floor_attention, follow
+from fluxq.eval.metrics.drift import drift, follow
 from fluxq.eval.metrics.evaluate import (
     DRIFT_IMAGES,
     DRIFT_VIDEOS,

@@ -32,8 +32,7 @@ from fluxq.eval.gate.passport import (
 )
 from fluxq.eval.images.executor import threads
 from fluxq.eval.images.generate import Generated, generate
-from fluxq.eval.images.sides import NATIVE, Side, pipeline_digests, set_attention
-from fluxq.eval.metrics.drift import floor_attention
+from fluxq.eval.images.sides import NATIVE, Side, floor_attention, pipeline_digests, set_attention
 from fluxq.eval.metrics.schema import Estimate, GateOutcome, Report, Strict, number
 from fluxq.eval.metrics.statistics import Interval
 from fluxq.jobs import memory
