@@ -36,6 +36,8 @@ class LoraFile:
             example = "write FILE:weight with a number as weight, as in style.safetensors:0.8"
             raise ValueError(f"LoRA {text!r}: {example}") from None
         require_no_pipe(lora.path, f"LoRA file {lora.path}")
+        if lora.path.is_dir():
+            raise ValueError(f"LoRA {lora.path} is a folder: name the .safetensors file in it")
         if not lora.path.is_file():
             raise FileNotFoundError(f"LoRA file {lora.path} does not exist{path_near(lora.path)}")
         if lora.path.suffix != ".safetensors":

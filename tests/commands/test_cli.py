@@ -160,7 +160,9 @@ def test_a_recipe_with_faults_is_refused_line_by_line(fluxq, tmp_path):
     told = fluxq("recipe", "check", "mine.yaml", "fp8", "--json")
     assert told.code == 2 and [len(faults) for faults in json.loads(told.out).values()] == [2, 0]
     assert fluxq("recipe", "check", "fp8").code == 0
-    assert_refused(fluxq("recipe", "check", "nowhere.yaml"), 2, "neither a file nor a shipped recipe")
+    both = fluxq("recipe", "check", "nowhere.yaml", "mine.yaml", "fp8")
+    assert_refused(both, 2, "neither a file nor a shipped recipe", "mine.yaml:2: unknown key 'profil'")
+    assert both.out == "fp8: nothing is wrong with it\n"
 
 
 @pytest.mark.parametrize(

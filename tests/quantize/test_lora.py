@@ -137,6 +137,7 @@ def test_keys_that_a_converter_would_drop_are_an_error(lora_file, tmp_path):
         ("{file}:x", "number as weight"),
         ("{file}:inf", "no finite number"),
         ("nowhere.safetensors:1", "does not exist"),
+        ("{file.parent}:1", "is a folder: name the .safetensors file in it"),
         ("{file}.bin:1", "no safetensors"),
     ],
 )

@@ -98,7 +98,12 @@ def check(session: Session, files: tuple[str, ...]) -> None:
     """
     from fluxq.recipes.checking import faults_of
 
-    faults_by_file = {file: faults_of(file) for file in files}
+    faults_by_file = {}
+    for file in files:
+        try:
+            faults_by_file[file] = faults_of(file)
+        except FileNotFoundError as error:  # the others are checked all the same
+            faults_by_file[file] = [str(error)]
     session.print(faults_by_file, lambda: show.checked([file for file, faults in faults_by_file.items() if not faults]))
     if faults := [fault for of_file in faults_by_file.values() for fault in of_file]:
         raise ValueError("\n".join(faults))
