@@ -81,7 +81,7 @@ def main(same: int, drawings: int, output: Path, quiet: bool, tables: bool) -> N
     if not tables:
         torch.set_num_threads(1)
         if quiet:
-            measure_quiet(QUIET_RESULT, same)
+            measure_quiet(QUIET_RESULT if output == RESULT else output, same)
         else:
             measure(output, same, drawings)
     if output == RESULT:
@@ -114,7 +114,8 @@ def measure(file: Path, same: int, drawings: int) -> None:
 def measure_quiet(file: Path, same: int) -> None:
     """Measure products of matrices in quiet sets. RuntimeError, and the file stays, where the machine has too few."""
     rows = {name: quiet_row(pairs, same) for name, pairs in PRODUCTS.items()}
-    write_json(file, {"commit": commit(), "versions": versions(), "cpu": cpu_name(), "speed": rows})
+    about = {"commit": commit(), "versions": versions(), "cpu": cpu_name(), "sources": sources(), "same": same}
+    write_json(file, about | {"speed": rows})
 
 
 @dataclass(frozen=True)

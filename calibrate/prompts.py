@@ -320,18 +320,25 @@ def _checked(path: Path, mode: str, _stamp: str) -> str:
     return sha256_file(path)
 
 
+def upright(image: Image.Image) -> Image.Image:
+    """Return an image as the camera stood by its EXIF data, of which damaged parts are passed over."""
+    from PIL import ImageOps
+
+    image.load()
+    with suppress(Exception):  # Pillow raises all kinds over what is damaged
+        image.getexif()
+    image.info.pop("exif", None)  # or it would be written anew for the turned image
+    return ImageOps.exif_transpose(image)
+
+
 def _decoded(path: Path, mode: str) -> Image.Image:
     """Return the pixels of an image file, upright by its EXIF data; ValueError for a damaged, a huge and no image."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     try:
         with Image.open(path, formats=_IMAGE_FORMATS) as image:
             if image.width * image.height <= _MAX_PIXELS:
-                image.load()
-                upright: Image.Image = image
-                with suppress(Exception):  # Pillow raises all kinds over damaged EXIF data
-                    upright = ImageOps.exif_transpose(image)
-                return upright.convert(mode)
+                return upright(image).convert(mode)
             size = f"{image.width}x{image.height} pixels"
     except Image.DecompressionBombError:
         size = "far too many pixels"

@@ -134,8 +134,9 @@ class ModelFile(Headers):
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The 16-bit dtype that most tensors of the denoiser have."""
-        words = [stored.dtype for name, stored in self.stored.items() if name.startswith(self.prefix)]
+        """The 16-bit dtype that most of the denoiser's other tensors and biases have: scales may be in either."""
+        plain = {*self.plain}
+        words = [stored.dtype for name, stored in self.stored.items() if name in plain or name.endswith(".bias")]
         return torch.float16 if words.count("F16") > words.count("BF16") else torch.bfloat16
 
     @property

@@ -270,7 +270,8 @@ def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, d
                 why = part.why if isinstance(part, Plain) else _misfit(module, part, linears)
                 if not why and isinstance(part, QuantTensors):
                     schemes[module] = part.scheme
-                    put({f"{module}.{suffix}": tensor for suffix, tensor in part.tensors.items()}, part.scheme)
+                    tensors = {f"{module}.{suffix}": tensor for suffix, tensor in part.tensors.items()}
+                    put({name: _of_16_bit(tensor, model.dtype) for name, tensor in tensors.items()}, part.scheme)
                     report.notes += [f"{name}: {_LEFT_OUT.get(what, what)}" for what in part.beside]
                     report.notes += [f"{name}: {note}" for note in part.notes]
                 elif dequantize:
@@ -420,10 +421,16 @@ def _dense(module: str, layer: Decoded, expected: Mapping[str, Tensor], dtype: t
     return tensors | ({f"{module}.bias": bias.detach().to(dtype)} if bias is not None else {})
 
 
+def _of_16_bit(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in the model's 16-bit dtype if it is in the other one."""
+    return tensor.to(dtype) if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
 def _plain(tensor: Tensor, whole: Joined, expected: Mapping[str, Tensor], model: ModelFile) -> dict[str, Tensor]:
     """A tensor that is not quantized, under its names in diffusers."""
-    if tensor.element_size() < 4 and tensor.is_floating_point():  # a plain cast to fp8, or the other dtype of 16 bit
+    if tensor.element_size() == 1 and tensor.is_floating_point():  # a plain cast to fp8
         tensor = tensor.to(model.dtype)
+    tensor = _of_16_bit(tensor, model.dtype)
     if not tensor.is_floating_point() and any(expected[p].is_floating_point() for p in whole.parts if p in expected):
         raise ValueError(f"{model.path}: {whole.original} holds integers ({tensor.dtype}); get the file again")
     missing = [part for part in whole.parts if part not in expected]

@@ -674,6 +674,7 @@ def test_a_file_system_without_locks_is_named_and_no_other_process_blamed(tmp_pa
     message = f"{tmp_path} takes no lock file \\(Function not implemented\\); give another --output"
     with pytest.raises(ValueError, match=message), sole_writer(tmp_path / "out"):
         pass
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_cannot_be_removed_leaves_the_rights_of_the_folder_around_it(tmp_path, monkeypatch):

@@ -95,6 +95,8 @@ def test_bytes_of_a_component_by_hand(pipe):
     assert rows_of(pipe, {**CALL, "prompt": ["a star"] * 3}) == 3 * rows_of(pipe, {**CALL, "prompt": "a star"})
     model.register_to_config(guidance_embeds=True)
     assert rows_of(pipe, {**CALL, "negative_prompt": "a circle"}) == 2 * rows_of(pipe, CALL)
+    embeddings = dict.fromkeys(("prompt_embeds", "negative_prompt_embeds"), torch.zeros(3, 2, 4))
+    assert rows_of(pipe, CALL | embeddings) == 6 * rows_of(pipe, CALL)
 
 
 @pytest.mark.slow

@@ -8,16 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
-from fluxq.serve.api import ImageRequest, Limits, orders_of
-from fluxq.serve.dispatcher import Dispatcher, Unavailable
+from fluxq.serve.api import ImageRequest, Limits, VideoRequest, orders_of
+from fluxq.serve.dispatcher import Dispatcher, Job, Unavailable
 from fluxq.serve.metrics import Metrics
-from fluxq.serve.orders import Busy, Facts, NotLoaded, Order, Picture, Quantum, Refused, Source, WorkerDied
+from fluxq.serve.orders import Busy, Facts, Failed, NotLoaded, Order, Picture, Quantum, Refused, Source, WorkerDied
 from fluxq.serve.queue import Entry, Full
 from fluxq.serve.shadow import Shadows
 from fluxq.serve.times import Times
+from fluxq.serve.videos import Video
 
 CALL = {"width": 16, "height": 16, "num_inference_steps": 3}
 
@@ -346,13 +349,15 @@ def test_a_server_ends_though_no_worker_starts(trial, monkeypatch: pytest.Monkey
 
 def test_a_pipeline_that_makes_no_image_without_another_is_warmed_up_with_one(trial) -> None:
     class Editing(Hands):
+        error: Exception = AttributeError("'NoneType' object has no attribute 'size'")
+
         async def ask(self, method: str, *arguments: Any) -> Any:
             answer = await super().ask(method, *arguments)
             return replace(answer, edits="image") if method == "load" else answer
 
         async def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]:
             if not orders[0].sources:
-                raise AttributeError("'NoneType' object has no attribute 'size'")
+                raise self.error
             async for quantum in super().run(orders):
                 yield quantum
 
@@ -363,6 +368,9 @@ def test_a_pipeline_that_makes_no_image_without_another_is_warmed_up_with_one(tr
     with pytest.raises(Refused, match="ask /v1/images/edits"):
         orders_of(ImageRequest(prompt="a"), facts, Limits(), {}, int)
     assert orders_of(ImageRequest(prompt="a"), facts, Limits(), {}, int, (Source(8, 8, b""),))
+    Editing.error = NotLoaded("its folder is away")
+    with pytest.raises(NotLoaded):
+        trial(Editing(), play)
 
 
 def test_a_name_is_taken_once_and_nothing_of_a_model_outlives_it(trial) -> None:
@@ -462,33 +470,30 @@ def test_no_more_images_are_kept_for_shadows_than_wait(trial) -> None:
     assert trial(Hands(), play, shadows=Shadows(1.0), longest=50, patience=1e9) == 16
 
 
-def test_a_shadow_that_has_begun_keeps_no_model_from_loading(trial) -> None:
-    begun = set[int]()
-
-    class Standing(Hands):
-        async def ask(self, method: str, *arguments: Any) -> Any:
-            begun.difference_update(arguments if method == "drop" else ())
-            return await super().ask(method, *arguments)
-
-        async def run(self, orders: Sequence[Order]) -> AsyncGenerator[Quantum, None]:
-            if orders[0].model not in self.memory and begun:
-                raise NotLoaded("there is no room")
-            async for quantum in super().run(orders):
-                (begun.discard if quantum.picture else begun.add)(quantum.number)
-                yield quantum
-
-    async def play(dispatcher: Dispatcher, make: Any) -> None:
-        dispatcher.originals["A"] = "16 bit"
-        await make("A")
-        while dispatcher.queue or not begun:
-            await asyncio.sleep(0)
-        await make("B")
-
-    trial(Standing(room=1), play, "A", "B", shadows=Shadows(1.0))
-
-
 def test_a_kept_prompt_counts_once_in_an_image_of_one_step() -> None:
     metrics, order = Metrics(), Order(1, "A", "p", 1, CALL | {"num_inference_steps": 1})
     for picture in (None, Picture(1, 1, b"rgb", 1)):
         metrics.quantum(order, Quantum(1, 1, 0.1, picture=picture, cached=True))
     assert metrics.registry.get_sample_value("fluxq_prompts_cached_total") == 1
+
+
+def test_seconds_are_a_number_or_a_text_as_openai_has_it() -> None:
+    texts = [f'{{"prompt": "a", "seconds": {each}}}' for each in ("4", '"4"')]
+    assert [VideoRequest.model_validate_json(text).seconds for text in texts] == [4.0, 4.0]
+    for wrong in ("true", '"four"', '"nan"', "601"):
+        with pytest.raises(ValidationError, match="seconds"):
+            VideoRequest.model_validate_json(f'{{"prompt": "a", "seconds": {wrong}}}')
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (Refused("height is no multiple of 16"), "Refused", "height is no multiple of 16"),
+        (KeyError("a prompt"), "KeyError", "the video could not be made"),
+        (Failed("NotFinite"), "NotFinite", "the video could not be made"),
+    ],
+)
+def test_a_video_that_cannot_be_made_tells_why_as_an_image_does(error: Exception, code: str, message: str) -> None:
+    video = Video("video_x", Job(()), 16)
+    video.fail(error)
+    assert video.error == {"code": code, "message": message}

@@ -1,12 +1,15 @@
 """Live quality: what shadow images show of a checkpoint, and when that is an alert."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from served import ask, running, until
 
+from fluxq.serve.orders import NotLoaded, Order, Quantum
 from fluxq.serve.shadow import Shadows
+from fluxq.serve.worker import Settings, Worker
 from fluxq.tiny import path as tiny_path
 
 PROMPT = "a red three on black"
@@ -38,6 +41,18 @@ def test_a_broken_image_counts_and_a_perfect_one_ends_an_alert() -> None:
     for _ in range(64):
         shadows.add("a", {"psnr": float("inf"), "latent_sqnr": float("inf")})
     assert not shadows.alerts and shadows.told("a")["psnr_db"] == 100.0
+
+
+def test_a_shadow_that_has_begun_makes_room_for_a_checkpoint_and_begins_anew(plain_checkpoint) -> None:
+    folders = {"int8": str(plain_checkpoint("int8"))}
+    worker = Worker(Settings(folders, "cpu", originals={"16 bit": str(tiny_path())}))
+    call = worker.load("16 bit").defaults | {"num_inference_steps": 2}
+    worker.settings = replace(worker.settings, memory=sum(worker.memory().values()))  # for one of them
+    worker.run([Order(2, "16 bit", PROMPT, 0, call, shadow_of=1)], Quantum.check, lambda: True)
+    worker.load("int8")
+    assert [*worker.memory()] == ["int8"]
+    with pytest.raises(NotLoaded):  # nothing gives way to a shadow
+        worker.run([Order(2, "16 bit", PROMPT, 0, call, shadow_of=1)], Quantum.check, lambda: True)
 
 
 @pytest.mark.slow

@@ -19,11 +19,6 @@ from fluxq.jobs import making
 pytest.importorskip("fastapi")
 pytest.importorskip("python_multipart")
 
-from fluxq.serve.api import VideoRequest
-from fluxq.serve.dispatcher import Job
-from fluxq.serve.orders import Failed, Refused
-from fluxq.serve.videos import Video
-
 pytestmark = pytest.mark.slow
 CALL = {"num_frames": 5, "num_inference_steps": 2}
 
@@ -96,25 +91,6 @@ def test_a_video_that_is_deleted_is_let_go_and_one_that_is_not_finished_has_no_f
     assert ask(server, f"{place}/content")[0] == 409 and ask(server, place)[2]["status"] == "in_progress"
     assert ask(server, place, method="DELETE")[0] == 200
     until(lambda: not len(server.dispatcher.queue))
-
-
-def test_seconds_are_a_number_or_a_text_as_openai_has_it() -> None:
-    texts = [f'{{"prompt": "a", "seconds": {each}}}' for each in ("4", '"4"')]
-    assert [VideoRequest.model_validate_json(text).seconds for text in texts] == [4.0, 4.0]
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (Refused("height is no multiple of 16"), "Refused", "height is no multiple of 16"),
-        (KeyError("a prompt"), "KeyError", "the video could not be made"),
-        (Failed("NotFinite"), "NotFinite", "the video could not be made"),
-    ],
-)
-def test_a_video_that_cannot_be_made_tells_why_as_an_image_does(error: Exception, code: str, message: str) -> None:
-    video = Video("video_x", Job(()), 16)
-    video.fail(error)
-    assert video.error == {"code": code, "message": message}
 
 
 @pytest.mark.parametrize(

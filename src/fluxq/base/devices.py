@@ -56,11 +56,11 @@ def choose(device: str) -> str:
     return device
 
 
-def there_is_a_gpu() -> bool:
-    """Return whether torch finds a CUDA or ROCm GPU."""
+def there_is_a_gpu(number: int = 0) -> bool:
+    """Return whether torch finds a CUDA or ROCm GPU of that number, and can use it."""
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.is_available() and number < torch.cuda.device_count()  # which counts for old drivers, too
 
 
 def describe(device: str, option: str) -> str:

@@ -132,7 +132,8 @@ def _refusal(model: str, revision: str | None, offline: bool, error: BaseExcepti
 
     page = f"{constants.ENDPOINT}/{model}"
     if offline:
-        cure = f"nothing is fetched here: leave out --local-files-only, or `hf download {model}` first"
+        words = f"{model} --revision {revision}" if revision else model
+        cure = f"nothing is fetched here: leave out --local-files-only, or `hf download {words}` first"
         if constants.HF_HUB_OFFLINE:
             cure = "HF_HUB_OFFLINE is set: fetch it once without that"
         return no_model(model, f"it is not (completely) on this machine, and {cure}")

@@ -708,6 +708,9 @@ def sole_writer(target: Path, wait: float = 0) -> Iterator[None]:
         handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)  # a failure here is not another process
         try:
             _require_locks(handle)
+        except OSError:
+            lock.unlink(missing_ok=True)  # or it would be taken for a running process
+            raise
         finally:
             os.close(handle)
     except OSError as error:

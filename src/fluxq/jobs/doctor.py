@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import fluxq
 from fluxq.base import settings
 from fluxq.base.console import first_line, logger, progress
+from fluxq.base.devices import there_is_a_gpu
 from fluxq.base.model import ModelFolder, resolve_model
 from fluxq.jobs.catalogue import CatalogueModel
 from fluxq.jobs.making import quantized_components
@@ -199,7 +200,7 @@ def _place(device: str, chip: str | None) -> tuple[torch.device, str]:
             raise ValueError(f"--chip {chip}: the interpreter knows {', '.join(known)}")
         return torch.device("cpu"), chip
     where = torch.device(device)
-    if where.type != "cuda" or (where.index or 0) >= torch.cuda.device_count():
+    if where.type != "cuda" or not there_is_a_gpu(where.index or 0):
         raise ValueError(
             f"--device {device}: torch finds no such CUDA or ROCm device, and only there doctor can tell whether "
             "kernels compute what they should, and how fast: run it on the GPU's machine. --chip sm_90 --interpret "

@@ -27,7 +27,7 @@ import torch
 
 import fluxq
 from fluxq.base.console import logger, without_cure
-from fluxq.base.devices import versions
+from fluxq.base.devices import there_is_a_gpu, versions
 from fluxq.base.files import place_in_work, read_sealed_json, sha256_file, write_sealed_json, write_text
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, load_pipeline, resolve_model
 from fluxq.base.output import Output, atomic_output, job_digest, remove
@@ -300,7 +300,7 @@ def _record_list(part: Path, job: Job, steps: StepList) -> None:
 def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype: str) -> list[dict[str, Any]]:
     """Compile the kernels that the checkpoint `output` launches on a GPU; return a row for each launch."""
     where = torch.device(device)
-    if where.type != "cuda" or (where.index or 0) >= torch.cuda.device_count():
+    if where.type != "cuda" or not there_is_a_gpu(where.index or 0):
         raise ValueError(
             f"--device {device}: kernels are compiled for the GPU that is there, and torch finds no such CUDA or ROCm "
             "device; run this on the machine that will serve"

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fluxq.base import console
+from fluxq.base.devices import there_is_a_gpu
 from fluxq.recipes.cards import CONTEXT, STAYS, PartSize, Way, fit, in_words, least
 from fluxq.runtime.modulation import MAX_ROWS, hoist_modulation, hoisted_in, modulation_of
 from fluxq.runtime.peaks import on_meta, peaks
@@ -143,10 +144,13 @@ def rows_of(pipe: Any, call: Mapping[str, Any]) -> int:
     """Return the rows of the tables of hoisted modulation in a call: of each step, image and half of guidance."""
     default = inspect.signature(type(pipe).__call__).parameters.get("num_inference_steps")
     usual = default.default if default and default.default else _STEPS
-    steps, prompt = call.get("num_inference_steps", usual), call.get("prompt")
-    images = (call.get("num_images_per_prompt") or 1) * (len(prompt) if isinstance(prompt, list) else 1)
+    steps, prompts = call.get("num_inference_steps", usual), call.get("prompt_embeds")
+    if prompts is None:
+        prompts = call["prompt"] if isinstance(call.get("prompt"), list) else [""]
+    images = (call.get("num_images_per_prompt") or 1) * len(prompts)
     config = getattr(getattr(pipe, "transformer", None), "config", {})
-    halves = 1 if config.get("guidance_embeds") and call.get("negative_prompt") is None else 2
+    is_guided = any(call.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
+    halves = 1 if config.get("guidance_embeds") and not is_guided else 2
     return min(MAX_ROWS, steps * halves * images)
 
 
@@ -238,7 +242,7 @@ def _require_card(card: torch.device, room: float) -> None:
     """Raise ValueError for a card that is not there, or has less than `room` bytes."""
     if card.type == "cpu":
         return
-    if card.type != "cuda" or (card.index or 0) >= torch.cuda.device_count():
+    if card.type != "cuda" or not there_is_a_gpu(card.index or 0):
         raise ValueError(
             f"device {card}: torch finds no such GPU; place where the pipeline will run, and elsewhere ask "
             "`fluxq plan MODEL --vram SIZE`"

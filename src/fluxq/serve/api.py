@@ -19,14 +19,14 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from PIL import Image, ImageOps
-from pydantic import Field
+from PIL import Image
+from pydantic import BeforeValidator, Field
 
 from fluxq.base.console import did_you_mean
+from fluxq.calibrate.prompts import upright
 from fluxq.serve.dispatcher import Made
 from fluxq.serve.elastic import Setting
 from fluxq.serve.orders import Facts, Order, Refused, Source, Strict
@@ -106,10 +106,15 @@ class EditRequest(ImageRequest):
     input_fidelity: str | None = Field(default=None, max_length=20, description="without effect")
 
 
+def _number_of_text(value: Any) -> Any:
+    """Return the number that a text holds, as OpenAI's clients write it; anything else as it is."""
+    return float(value) if isinstance(value, str) else value
+
+
 class VideoRequest(ImageRequest):
     """Body, or fields of a form, of a request for a video. `seconds` times `fps` is the number of frames."""
 
-    seconds: float | None = Field(default=None, gt=0, le=600, strict=False)  # a text with OpenAI
+    seconds: Annotated[float | None, Field(gt=0, le=600), BeforeValidator(_number_of_text)] = None
     fps: int | None = Field(default=None, ge=1, le=120)
     num_frames: int | None = Field(default=None, ge=1, le=10_000)
 
@@ -135,11 +140,8 @@ def source_of(content: bytes, limits: Limits) -> Source:
         with Image.open(io.BytesIO(content), formats=("PNG", "JPEG", "WEBP")) as image:
             size = image.size
             if size[0] * size[1] <= limits.pixels:
-                image.load()
-                upright: Image.Image = image
-                with suppress(Exception):  # Pillow raises all kinds over damaged EXIF data
-                    upright = ImageOps.exif_transpose(image)  # as phones take photos
-                return Source(*upright.size, upright.convert("RGB").tobytes())
+                turned = upright(image)  # as phones take photos
+                return Source(*turned.size, turned.convert("RGB").tobytes())
     except (OSError, SyntaxError, ValueError, EOFError, MemoryError, Image.DecompressionBombError):
         size = None
     if size is None:

@@ -294,8 +294,9 @@ class Dispatcher:
         call = {**facts.defaults, "num_inference_steps": min(_WARM_STEPS, facts.defaults["num_inference_steps"])}
         try:
             await self._measure(facts.name, call)
-        except (AttributeError, Refused, RuntimeError):  # Qwen-Image-Edit's pipeline looks at its image first
-            if facts.edits != "image" or facts.frames:
+        except Exception as error:  # Qwen-Image-Edit's pipeline looks at its image first
+            is_of_arguments = type(error) in (AttributeError, Refused, RuntimeError)  # none of memory, or of a worker
+            if not is_of_arguments or facts.edits != "image" or facts.frames:
                 raise
             width, height = call["width"], call["height"]
             await self._measure(facts.name, call, (Source(width, height, bytes(3 * width * height)),))
@@ -399,8 +400,6 @@ class Dispatcher:
             self.metrics.cancelled.inc()
             entry.owner.spans.ended(entry.order)
             return
-        if self._waiting and entry.order.model not in self.memory:  # a shadow that has begun holds its model there
-            await self._ask("drop", self._waiting[0][1].number)
         group = self._group(entry)
         running = {each.order.number: each for each in group}
         orders, failed, joined = [_without_sources(each) for each in group], list[Entry](), list[Entry]()

@@ -214,6 +214,9 @@ class Worker:
         from fluxq.jobs.memory import in_words, stored_bytes
 
         needed = stored_bytes(resolve_model(str(folder)))
+        if unloads and needed > self._room():
+            for shadow in [number for number, each in self._making.items() if each.order.shadow_of is not None]:
+                self.drop(shadow)  # it begins anew when nothing else is made
         busy = {each.order.model for each in self._making.values()}
         idle = [each for each in self._models if each not in busy] if unloads else []
         while (lacking := needed - self._room()) > 0 and idle:

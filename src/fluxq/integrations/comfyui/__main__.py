@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -59,8 +60,9 @@ def _require_free(target: Path) -> None:
 @click.option("--install", "comfyui", type=click.Path(path_type=Path), required=True, help="The folder with main.py.")
 def main(comfyui: Path) -> None:
     """Run the command; exit 2 where `install` refuses."""
+    place = Path(os.path.expanduser(comfyui))  # a shell leaves `--install=~/…` alone
     try:
-        click.echo(f"wrote {install(comfyui.expanduser())}; restart ComfyUI")  # a shell leaves `--install=~/…` alone
+        click.echo(f"wrote {install(place)}; restart ComfyUI")
     except ValueError as error:
         raise click.UsageError(str(error)) from error
 
