@@ -24,7 +24,8 @@ COMMANDS = {
     "inspect a folder": ("inspect", "modelopt", "--base", "model"),
     "inspect a file": ("inspect", "comfy.safetensors", "--base", "model"),
 }
-MOST = {"modelopt": 4, "comfy": 6, "inspect a folder": 6, "inspect a file": 8}  # times the largest layer in fp32
+# Times the largest layer in fp32; a folder took 5.9 to 6.1 of them, by the CPU.
+MOST = {"modelopt": 4, "comfy": 6, "inspect a folder": 6.5, "inspect a file": 8}
 
 
 @pytest.fixture(scope="module", autouse=True)
