@@ -106,12 +106,12 @@ def denoisers_in(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
     """Yield component -> module that a pipeline calls at its steps."""
     parts = {} if isinstance(pipe, nn.Module) else getattr(pipe, "components", {})
     for name, part in parts.items():
-        if isinstance(part, nn.Module) and _has_name_of_denoiser(name):
+        if isinstance(part, nn.Module) and has_name_of_denoiser(name):
             yield name, part
 
 
 def _is_called_denoiser(folder: ModelFolder, component: str) -> bool:
-    if not _has_name_of_denoiser(component):
+    if not has_name_of_denoiser(component):
         return False
     try:
         return _is_denoiser(model_class_of(library_of(folder, component), folder.components[component]))
@@ -119,7 +119,8 @@ def _is_called_denoiser(folder: ModelFolder, component: str) -> bool:
         return False
 
 
-def _has_name_of_denoiser(component: str) -> bool:
+def has_name_of_denoiser(component: str) -> bool:
+    """Tell whether pipelines call their denoisers so."""
     return component == "unet" or component.startswith("transformer")
 
 

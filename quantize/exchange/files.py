@@ -24,7 +24,7 @@ from fluxq.base.tensors import TensorFile
 from fluxq.quantize.exchange.dialect import Dialect
 from fluxq.quantize.exchange.dialects import RULES, SIGNS, dialect_of, grouped, other_program
 from fluxq.quantize.exchange.gguf_file import GGUFFile
-from fluxq.quantize.exchange.layer import Decoded
+from fluxq.quantize.exchange.layer import Decoded, most_of_16_bit
 from fluxq.quantize.exchange.marks import FLOATS, NATIVE, PLAIN, FileLayer, Headers
 from fluxq.recipes.all_families import FAMILIES
 from fluxq.recipes.computing import QuantizationConfig
@@ -136,8 +136,8 @@ class ModelFile(Headers):
     def dtype(self) -> torch.dtype:
         """The 16-bit dtype that most of the denoiser's other tensors and biases have: scales may be in either."""
         plain = {*self.plain}
-        words = [stored.dtype for name, stored in self.stored.items() if name in plain or name.endswith(".bias")]
-        return torch.float16 if words.count("F16") > words.count("BF16") else torch.bfloat16
+        counted = (name for name in self.stored if name in plain or name.endswith(".bias"))
+        return most_of_16_bit([self.stored[name].dtype for name in counted])
 
     @property
     def files(self) -> list[Path]:

@@ -21,6 +21,7 @@ from fluxq.base.output import name_of
 from fluxq.base.tensors import TensorFile
 from fluxq.quantize.checkpoint import build_on_meta, library_of
 from fluxq.quantize.exchange.dialects import DIALECTS
+from fluxq.quantize.exchange.layer import most_of_16_bit
 from fluxq.quantize.record import (
     Identity,
     Layer,
@@ -189,7 +190,7 @@ def _schemes(config: Mapping[str, Any]) -> dict[str, Scheme]:
 def _dtype(made: Path) -> str:
     """That of most tensors which are not quantized, by name."""
     words = [stored.dtype for path in made.rglob("*.safetensors") for stored in TensorFile(path).stored.values()]
-    return "float16" if words.count("F16") > words.count("BF16") else "bfloat16"
+    return str(most_of_16_bit(words)).removeprefix("torch.")
 
 
 def _source(folder: ModelFolder) -> str:

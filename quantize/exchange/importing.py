@@ -270,8 +270,8 @@ def _write(folder: Path, checked: _Checked, target: _Target, report: Imported, d
                 why = part.why if isinstance(part, Plain) else _misfit(module, part, linears)
                 if not why and isinstance(part, QuantTensors):
                     schemes[module] = part.scheme
-                    tensors = {f"{module}.{suffix}": tensor for suffix, tensor in part.tensors.items()}
-                    put({name: _of_16_bit(tensor, model.dtype) for name, tensor in tensors.items()}, part.scheme)
+                    tensors = {f"{module}.{end}": _of_16_bit(t, model.dtype) for end, t in part.tensors.items()}
+                    put(tensors, part.scheme)
                     report.notes += [f"{name}: {_LEFT_OUT.get(what, what)}" for what in part.beside]
                     report.notes += [f"{name}: {note}" for note in part.notes]
                 elif dequantize:

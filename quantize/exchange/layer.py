@@ -215,6 +215,11 @@ def without_idle_ranks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return rest
 
 
+def most_of_16_bit(words: Sequence[str]) -> torch.dtype:
+    """Return the 16-bit dtype that most tensors have, by their words in headers; bfloat16 where neither has more."""
+    return torch.float16 if words.count("F16") > words.count("BF16") else torch.bfloat16
+
+
 def all_equal(tensors: Sequence[Tensor | None]) -> bool:
     """Tell whether all are there and hold the same numbers."""
     first = tensors[0]

@@ -25,7 +25,7 @@ from fluxq.base.model import ModelFolder
 from fluxq.base.tensors import TensorFile, by_tensor, word_for
 from fluxq.kernels.linear import QuantLinear, QuantPointwise, linear_size, linears_of
 from fluxq.quantize.checkpoint import build_on_meta, filed_shape, library_of, quantized_on_meta
-from fluxq.quantize.exchange.layer import QuantTensors, all_equal
+from fluxq.quantize.exchange.layer import QuantTensors, all_equal, most_of_16_bit
 from fluxq.quantize.structure import tree_of
 from fluxq.recipes.all_families import family_of
 from fluxq.recipes.computing import quantization_of
@@ -120,8 +120,7 @@ class NativeComponent:
     @cached_property
     def dtype(self) -> torch.dtype:
         """The 16-bit dtype that most of the other tensors have."""
-        words = [self.stored[name].dtype for name in self.plain]
-        return torch.float16 if words.count("F16") > words.count("BF16") else torch.bfloat16
+        return most_of_16_bit([self.stored[name].dtype for name in self.plain])
 
     def file_of(self, name: str) -> TensorFile:
         return self._files[name]

@@ -15,7 +15,7 @@ from fluxq.base.console import logger
 from fluxq.integrations.loading import FluxqConfig
 from fluxq.kernels.tensor import QuantizedTensor
 from fluxq.quantize.nearest import joined_scale, quantize_weight, round_matrix, weight_to_round
-from fluxq.quantize.structure import model_family, shapes_of
+from fluxq.quantize.structure import has_name_of_denoiser, model_family, shapes_of
 from fluxq.recipes.plan import Plan, component_recipe, make_plan
 from fluxq.recipes.recipe import load_recipe
 
@@ -61,10 +61,11 @@ def plan_for(model: nn.Module, config: FluxqConfig) -> Plan | None:
             f"recipe {recipe_name} fits this {class_name} to data, which loading cannot do: run `fluxq quantize MODEL "
             f"--recipe {recipe_name}` and load what it writes, or pass profile='rtn', which only rounds to nearest"
         )
-    names = ("transformer", "unet") if family.kind == "transformer" else (family.kind,)
-    if config.component and config.component not in recipe.components and not config.component.startswith(names):
+    component = config.component or family.kind
+    is_called_so = has_name_of_denoiser if family.kind == "transformer" else lambda name: name.startswith(family.kind)
+    if component not in recipe.components and not is_called_so(component):
         raise ValueError(
-            f"component {config.component!r}: recipe {recipe_name} has no entry of that name, and {class_name} is a "
+            f"component {component!r}: recipe {recipe_name} has no entry of that name, and {class_name} is a "
             f"{family.kind}"
         )
     plan = make_plan(
