@@ -33,6 +33,26 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.import_plugin("shared")
 
 
+_left_out: set[str] = set()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    """Take from a process of tests the sentence about those that it left out, as shared.py made it."""
+    _left_out.update(_left_out_of(node))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say which tests were left out, and how they are run."""
+    for sentence in _left_out.union(_left_out_of(config)):
+        terminalreporter.write_line(sentence)
+
+
+def _left_out_of(process) -> list[str]:
+    sentence = getattr(process, "workeroutput", {}).get("left out")
+    return [sentence] if sentence else []
+
+
 # The table of docs/diffusers.md: a row for each `feature` marker, a column for 16 bit and some recipes. A cell is
 # what the tests of that row and column found, as shared.py tells.
 

@@ -298,7 +298,7 @@ def _a_quiet_command_of_an_earlier_test_silences_no_other() -> None:
 
 
 # Few tests each, that wait for processes of their own: as the last file of a run one of these would be waited for.
-LONG = (
+FIRST = (
     "test_executor",
     "test_max_memory",
     "test_notebooks",
@@ -313,13 +313,13 @@ SLOW_SETS = 2  # of each slow test, with --run-slow: the first and one in the mi
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long files first; skip, with the reason printed, what was not asked for (slow) or cannot run here (gpu)."""
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    """Long files first; leave out slow tests that were not asked for, and skip those of a GPU where there is none."""
+    items.sort(key=lambda item: item.path.stem not in FIRST)
     sets: Counter[str] = Counter()
     slow: dict[str, list[pytest.Item]] = {}
     for item in items:
         costs = "checkpoint" in item.fixturenames or item.get_closest_marker("feature")
-        if costs and recipe_of(item) not in QUICK:
+        if item.get_closest_marker("long") or (costs and recipe_of(item) not in QUICK):
             item.add_marker(pytest.mark.slow)
         test = item.nodeid.partition("[")[0]
         if (often := item.get_closest_marker("often")) and not item.get_closest_marker("slow"):
@@ -333,10 +333,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--run-all"):
         return
     option = "--run-all" if config.getoption("--run-slow") else "--run-slow"
-    skip = pytest.mark.skip(reason=f"slow: `pytest {option}` or `.ci/run --full` runs it")
-    for items_of_test in slow.values():
-        for item in items_of_test if option == "--run-slow" else without_spread(items_of_test, SLOW_SETS):
-            item.add_marker(skip)
+    left = list[pytest.Item]()
+    for of_test in slow.values():
+        takes_some = option == "--run-all" and not of_test[0].get_closest_marker("long")
+        left += without_spread(of_test, SLOW_SETS) if takes_some else of_test
+    of_run = {id(item) for item in items} - {id(item) for item in left}
+    tests = {item.nodeid.partition("[")[0] for item in items if id(item) in of_run}
+    by_name = tuple(argument.removeprefix("./") for argument in config.args if "::" in argument)
+    # A test that is slow in all its sets runs where it is called by name.
+    left = [item for item in left if item.nodeid.partition("[")[0] in tests or not item.nodeid.startswith(by_name)]
+    config.hook.pytest_deselected(items=left)  # not skipped: that would take seconds for thousands of them
+    left_out = {id(item) for item in left}
+    items[:] = [item for item in items if id(item) not in left_out]
+    output = vars(config).setdefault("workeroutput", {})  # what xdist takes to the process that started this one
+    if left:
+        output["left out"] = f"{len(left)} slow tests are left out: `pytest {option}` or `.ci/run --full` runs them"
 
 
 def without_spread(items: Sequence[T], most: int) -> list[T]:

@@ -838,7 +838,7 @@ def test_the_root_of_the_file_system_is_no_output(tmp_path, monkeypatch):
             Output(Path("/"), is_file).require({}, overwrite=True)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 @pytest.mark.parametrize("modes", [(0o444, 0o555), (0o600, 0o700)], ids=["read-only", "private"])
 def test_a_checkpoint_has_the_modes_of_new_files_whatever_the_models_are(tmp_path, umask, modes):

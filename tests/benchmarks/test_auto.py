@@ -81,7 +81,7 @@ def test_a_rule_fills_in_its_order_and_goes_on_with_what_fits() -> None:
     assert [unit for unit, option in plan.items() if option == "fp8"] == ["unit 1", "unit 5"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_runs_and_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch) -> None:
     file, budget = tmp_path / "auto.json", (("nvfp4", "fp8"), 6.0)
     monkeypatch.setattr(auto, "GOALS", {budget: auto.GOALS[budget]})

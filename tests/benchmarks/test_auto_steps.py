@@ -43,7 +43,7 @@ def test_a_goal_that_is_missed_is_named() -> None:
     assert {f"- missed: {goal}" for goal in missed} <= {*lines}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_runs_and_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch) -> None:
     file = tmp_path / "auto_steps.json"
     monkeypatch.setattr(listing, "IMAGES", 4)

@@ -84,7 +84,7 @@ def test_rows_that_share_a_model_are_computed_as_they_say(script, tmp_path: Path
     assert seen == [(False, "16bit"), (True, "16bit"), (True, "fp8")] and len(set(map(id, made))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_there_is_kept_and_time_is_kept_too(script, monkeypatch, tmp_path: Path) -> None:
     out, timed = tmp_path / "found.json", []
     took = {"seconds": [1.0] * 3, "over_compiled_16bit": [1.0] * 3}

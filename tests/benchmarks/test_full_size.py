@@ -37,7 +37,7 @@ def test_a_small_transformer_goes_all_the_way(script, tmp_path: Path) -> None:
     assert found["kept"]["gptq"] > 0 and found["sqnr_db"][1] > found["sqnr_db"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says how much memory a process holds")
 @pytest.mark.parametrize(("hidden", "most_gb"), [(256, 1.5), (3072, 2.5)])
 def test_three_blocks_go_from_disk_to_disk(script, tmp_path: Path, hidden: int, most_gb: float) -> None:
@@ -60,7 +60,7 @@ def test_three_blocks_go_from_disk_to_disk(script, tmp_path: Path, hidden: int, 
     assert [path.name for path in work.iterdir()] == [f"flux-{hidden}-1-2"]  # kept for the next time
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says how much memory a process holds")
 def test_layers_of_a_model_on_disk_are_fitted(script, tmp_path: Path) -> None:
     out = tmp_path / "found.json"

@@ -231,6 +231,7 @@ def test_a_result_that_changes_from_run_to_run_is_found(monkeypatch) -> None:
     assert same_bits.run_to_run((workloads.BASELINE, (4, 4, 4)), CPU, "sm_90", 10)["ok"]
 
 
+@pytest.mark.slow
 def test_a_kernel_that_crashes_takes_no_other_s_proof_with_it(tmp_path) -> None:
     file = tmp_path / "first.0.json"
     calls = [(workloads.BASELINE, "_exit"), (workloads.ACTS[0], "getpid"), (workloads.ACTS[1], "never")]
@@ -804,7 +805,7 @@ def test_a_gpu_is_asked_for() -> None:
     assert done.exit_code == 2 and "no stage everything" in done.output
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_whole_session_runs_dry(tmp_path) -> None:
     command = [sys.executable, str(SCRIPT), "--dry-run", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -13,7 +13,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="L
 
 
 @linux
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ways_are_measured_and_paint_the_same(tmp_path: Path) -> None:
     small = "--width 128 --blocks 3 --bounds 4000 --stored bfloat16".split()
     out = tmp_path / "found.json"

@@ -76,7 +76,7 @@ def test_links_lead_to_the_same_on_the_site(tmp_path):
     assert "docs/a.md" in listed and len(listed) == len({*listed}) == len([*copy.rglob("*.md")]) - 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_site_is_built_and_a_dead_link_is_an_error(tmp_path, capfd):
     pytest.importorskip("furo")
     assert build(str(tmp_path / "site")) == 0, capfd.readouterr().err

@@ -108,6 +108,7 @@ def test_each_of_two_denoisers_begins_with_a_step_of_its_own_and_takes_its_own_o
     assert not velocities.extrapolated((0, 3, 5, 7), 2)[4, :3].any()
 
 
+@pytest.mark.slow
 def test_measured_inner_products_predict_a_run() -> None:
     """A list of 4 of 6 steps changes the latents of the images that were measured nearly as predicted."""
     pipe, items = tiny.load("float32"), [(prompt, 7) for prompt in tiny.PROMPTS[:4]]

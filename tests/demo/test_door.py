@@ -108,7 +108,7 @@ def begin(port: int) -> None:
     assert status == 200, said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("state", ["loading", "idle", "page", "image"])
 def test_ctrl_c_ends_it_in_a_line(plain_checkpoint, state: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -55,7 +55,7 @@ def broken(pipe, quantized, **how) -> Debug:
     return debug_pipelines(pipe, quantized, ITEMS[:1], SHORT_CALL, how.pop("search", BLOCKS_ONLY), **how)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sound_checkpoint_has_no_faults(sound):
     assert not any(layer.fault for layer in sound.layers)
     assert len(sound.layers) == 38
@@ -252,6 +252,7 @@ def test_a_library_that_saturates_int8_products(pipe, plain_checkpoint, monkeypa
     assert sum("its kernel is" in layer.fault for layer in found.layers) > 10
 
 
+@pytest.mark.slow
 def test_refusals(pipe, quantized, folder):
     with pytest.raises(ValueError, match="step cache"):
         debug(SIXTEEN_BIT, Side("q", str(folder), "", cache=cache_of("0.1")), ITEMS, CALL)

@@ -98,7 +98,7 @@ def test_F7_order_and_shards_do_not_matter(shards):
     assert kernel == pytest.approx(kid(seen(a), seen(b))[0], rel=1e-10)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The `disp` argument is deprecated")
 @pytest.mark.parametrize("case", ["full", "wide"])
 def test_frechet_equals_the_packages(case):
@@ -407,7 +407,7 @@ def _through(network, prepared):
     return layers(prepared[None])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_fid_of_images_equals_torchmetrics(random_inception):
     from torchmetrics.image.fid import FrechetInceptionDistance
 

@@ -240,6 +240,7 @@ def test_the_velocity_error_is_that_of_the_transformer_fed_the_recorded_calls(si
         assert found.curves["velocity_error"].values[step].mean == pytest.approx(float(expected.mean()), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_last_step_agrees_with_the_final_latents(side, found, quantized):
     a, b = (generate(pipe, TINY_ITEMS, CALL, 4) for pipe in (side.open(), quantized))
     values = sqnr(torch.stack(list(a.latents)), torch.stack(list(b.latents)))
@@ -259,6 +260,7 @@ def test_the_noise_floor_is_well_below_a_4_bit_model(side, followed, found, quan
     assert floor_attention("cuda:0") == "_native_efficient"
 
 
+@pytest.mark.slow
 def test_a_side_with_another_attention_backend_changes_no_other(side, followed):
     replace(side, attention="_native_math").open()
     assert means(drift(followed, side.open()).curves["velocity_error"]) == [0] * 4

@@ -58,6 +58,7 @@ def first(made: Generated, count: int) -> Generated:
     return Generated(made.items[:count], made.images[:count], made.latents[:count], made.finite[:count])
 
 
+@pytest.mark.slow
 def test_every_metric_is_a_row_with_its_interval(sides, networks):
     (run,) = measure(*sides, networks=networks)
     assert tuple(run.metrics) == OF_IMAGES

@@ -667,7 +667,7 @@ class Meeting:
         return pipe
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_actors_make_what_one_process_makes(tmp_path, side, whole, ray_engine):
     made = work_in(tmp_path / "images", Meeting(SIDES[side], tmp_path))
     images = ensure_images(made, ray_engine)
@@ -675,7 +675,7 @@ def test_two_actors_make_what_one_process_makes(tmp_path, side, whole, ray_engin
     require_same(made, whole(side), workers=2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_actors_that_die_are_replaced_and_nothing_is_made_twice(tmp_path, side, whole, ray_engine, caplog):
     made = dying(tmp_path, SIDES[side], "torn", "after")
     with caplog.at_level(logging.WARNING, logger="fluxq"):
@@ -693,7 +693,7 @@ class Broken(FakeSide):
         raise ValueError(f"backend {self.backend!r} is unknown")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_error_of_an_actor_arrives_as_what_it_is(tmp_path, ray_engine):
     broken = replace(work_in(tmp_path, Broken("fake", "", "", backend="abacus")), items=(("one", 1),))
     with pytest.raises(ValueError, match=r"^backend 'abacus' is unknown"):
@@ -706,7 +706,7 @@ def test_a_cluster_is_joined_once(ray_engine):
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_cluster_that_runs_is_joined_and_left_running(tmp_path, whole, ray_engine):
     import ray
 
@@ -717,7 +717,7 @@ def test_a_cluster_that_runs_is_joined_and_left_running(tmp_path, whole, ray_eng
     assert ray.cluster_resources()["CPU"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_chunk_that_kills_every_actor_is_given_up_by_name(tmp_path, ray_engine):
     with pytest.raises(RuntimeError, match="4 workers died making the batch of"):
         ensure_images(dying(tmp_path, FAKE, "always", at=1), ray_engine)

@@ -85,6 +85,7 @@ def test_the_page_says_how_layers_ran(tmp_path, monkeypatch, checkpoints, words)
     assert f"Plans that ran, layers {words}, on images" in page
 
 
+@pytest.mark.slow
 def test_the_command_takes_searches_and_refuses_a_mixture(file, tmp_path) -> None:
     def run(*words: str) -> Any:
         return CliRunner().invoke(cli, ["report", *words])

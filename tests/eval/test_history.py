@@ -48,7 +48,7 @@ def row(number: int, value: float = 0.5, **how) -> HistoryRow:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_parallel_writers_lose_nothing(tmp_path: Path) -> None:
     words = [sys.executable, "-c", ADDING.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))]
     for done in [subprocess.Popen(words) for _ in range(4)]:

@@ -33,6 +33,7 @@ def native(side):
     return latents(side.open())
 
 
+@pytest.mark.slow
 def test_a_side_is_the_pipeline_of_its_folder(side, native):
     assert torch.equal(latents(side.open()), native)
     sixteen = Side("16-bit", str(tiny.path()), "other").open()

@@ -627,7 +627,7 @@ def test_captured_steps_give_way_where_sides_change_places(replays_on):
     assert given_up == [False, False, False, False, True, False, True, False]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiling_for_real(plain_checkpoint):
     plain = Side("16-bit", str(tiny.path()), "")
     pair = (plain, replace(plain, name="int8", folder=str(plain_checkpoint("int8"))))

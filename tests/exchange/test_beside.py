@@ -30,7 +30,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SETTINGS)
 def test_settings_that_a_loader_uses_are_the_bases(case, tmp_path) -> None:
     other, said = SETTINGS[case]

@@ -206,7 +206,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 # --- bfl
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.reader("diffusers", "bfl")
 def test_stock_diffusers_reads_the_same_weights_without_fluxq(exported, read_by_diffusers) -> None:
     for name, read in read_by_diffusers.items():
@@ -260,6 +260,7 @@ def test_a_fold_makes_what_its_readers_made_of_their_input(fitted, exported, rea
     assert looked_at >= 3
 
 
+@pytest.mark.slow
 def test_the_exported_model_computes_what_the_checkpoint_does(exported, read_by_diffusers) -> None:
     """In fp32, where nothing but what was rounded once more for the other layout is left of a difference."""
     most = dict(zip(BFL, (4e-2, 5e-3, 1e-6), strict=True))  # nvfp4's modulation in fp8, in 16 bit; fp8's as it was
@@ -606,6 +607,7 @@ def with_text_encoder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_that_stock_transformers_loads_no_t5_in_4_bit_is_said(with_text_encoder, tmp_path) -> None:
     options = making.JobOptions(
         "tiny", "mxfp4", "rtn", str(tmp_path / "t5"), check=False, components=("text_encoder_2",)
@@ -850,6 +852,7 @@ class Calls:
         return self.function(*args)
 
 
+@pytest.mark.slow
 def test_the_command_writes_and_reports(plain_checkpoint, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = CliRunner().invoke
@@ -896,7 +899,7 @@ def recipes_table(checkpoint_of: Any, folder: Path) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_table_of_the_documentation_is_what_export_does(checkpoint, tmp_path) -> None:
     text = DOC.read_text(encoding="utf-8")
     written = text.partition("<!-- recipes -->\n")[2].partition("<!-- /recipes -->")[0].strip()

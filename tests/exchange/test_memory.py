@@ -44,7 +44,7 @@ def process(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 @linux
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_is_that_of_the_largest_layer_whatever_the_model(model_of, tmp_path) -> None:  # noqa: F811
     peaks: dict[str, list[float]] = {name: [] for name in COMMANDS}
     sizes = []

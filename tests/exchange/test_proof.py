@@ -302,7 +302,7 @@ def test_folding_is_what_the_same_block_takes_back_in_all_that_read_it(state, ba
     assert wrong == ({"0", "to_v"} if state is folded_elsewhere else {"to_k", "to_v"}), report.faults
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [FP8, NVFP4])
 def test_values_with_factors_of_rows_and_of_columns(scheme, base, tmp_path) -> None:
     """Rows with an fp32 scale each take any factor in, scales of blocks powers of two."""
@@ -358,7 +358,7 @@ PLAIN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 }
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PLAIN)
 def test_damage_of_what_is_not_quantized(case, base, tmp_path) -> None:
     broken, kind = PLAIN[case]

@@ -175,7 +175,7 @@ def test_two_traps_at_once_are_both_named(base, tmp_path) -> None:
 # --- what `export` writes
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "dialect"),
     [

@@ -41,7 +41,7 @@ def run(folder: Path, **inputs: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("bash") is None, reason="an action's steps are bash, which is not installed")
 def test_the_action_writes_a_summary_and_ends_as_the_gate_does(tmp_path: Path) -> None:
     for name, shift in (("a", 0), ("b c", 40)):

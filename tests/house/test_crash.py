@@ -81,7 +81,7 @@ def only(*names: str) -> list[str]:
     return [word for name in names for word in ("--only", name)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_kill_and_no_failing_call_loses_anything(tmp_path):
     done, found = run(tmp_path / "found.json", *only(*QUICK), "--every", "60", "--jobs", "1")
     assert found["faults"] == 0 and done.returncode == 0, done.stdout
@@ -89,7 +89,7 @@ def test_no_kill_and_no_failing_call_loses_anything(tmp_path):
     assert all(row["trials"] for row in found["commands"].values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_planted_defect_is_found_with_a_compiler_and_without(tmp_path):
     words = [*only("quantize, replacing"), "--every", "8", "--how", "kill", "--how", "SIGTERM", "--plant", PLANTED]
     for path in (os.environ["PATH"], str(tmp_path)):

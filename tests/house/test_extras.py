@@ -139,7 +139,7 @@ def answers(plain_checkpoint, tmp_path_factory) -> dict[str, tuple[int, str, str
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_checkpoint_runs_without_the_extra(plain_checkpoint) -> None:
     done = hidden.run(RUN, str(plain_checkpoint("int8")), without=[*extras.ALL])
     assert done.returncode == 0, done.stderr
@@ -152,7 +152,7 @@ def test_a_checkpoint_runs_without_the_extra(plain_checkpoint) -> None:
         assert not at_once & extras.ALL.keys(), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_checkpoint_runs_without_triton_and_what_windows_lacks(plain_checkpoint) -> None:
     lacking = "import os, signal; del os.O_DIRECTORY, signal.SIGHUP\nfrom fluxq import cli\n"
     done = hidden.run(lacking + RUN, str(plain_checkpoint("int8")), without=["triton"])
@@ -168,7 +168,7 @@ def test_doctor_without_triton_says_what_to_install(tmp_path) -> None:
     assert (code, out) == (2, "") and "doctor proves kernels in Triton, which is not there: install triton" in err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_command_starts_without_the_extra(answers) -> None:
     from fluxq.cli import cli
 

@@ -169,7 +169,7 @@ def in_a_process_of_its_own(*arguments: object) -> str:
     return done.stdout.splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("counts", [QUICK, pytest.param(ALL, marks=pytest.mark.slow)], ids=["quick", "all"])
 def test_damaged_files_are_read_or_refused(strange, counts):
     asked = [f"{name}={count}" for name, count in counts.items()]

@@ -40,7 +40,7 @@ def test_the_first_notebook_runs_with_weights_rounded_to_nearest(tmp_path: Path)
     assert [words for words in PRINTS[NOTEBOOKS[0].stem] if words not in done.stdout] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, tmp_path: Path) -> None:
     require_runs(nbformat.read(path, as_version=4), path.stem, tmp_path)

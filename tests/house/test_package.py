@@ -118,7 +118,7 @@ def test_the_installed_wheel_answers(environment: Path) -> None:
     assert run(environment, "fluxq", "--version").startswith("fluxq, version ")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_installed_wheel_does_the_main_job(environment: Path) -> None:
     (environment / "short.yaml").write_text("extends: nvfp4\ngates: []\n")
     order = ("quantize", "--recipe", "short.yaml", "--profile", "rtn", "--num-inference-steps", "2")

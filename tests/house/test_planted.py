@@ -1,6 +1,7 @@
 """Planted faults stay where they are: each text stands in its file once, and its tests are there. Nothing is run."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -23,5 +24,10 @@ def test_a_text_that_is_gone_is_named(tmp_path: Path) -> None:
 def test_its_tests_are_there(name: str) -> None:
     for test in FAULTS[name].tests:
         file, _, function = test.partition("::")
-        body = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8")).body
-        assert function.partition("[")[0] in {part.name for part in body if isinstance(part, ast.FunctionDef)}, test
+        assert function.partition("[")[0] in _functions(file), test
+
+
+@functools.cache
+def _functions(file: str) -> set[str]:
+    body = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8")).body
+    return {part.name for part in body if isinstance(part, ast.FunctionDef)}

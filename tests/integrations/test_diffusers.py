@@ -66,7 +66,7 @@ def test_compiled_blocks_are_saved_under_their_own_names(checkpoint: Callable[[s
     assert quantization_of(tmp_path / "transformer") == quantization_of(checkpoint("fp8") / "transformer")
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.feature("FluxPipeline, DiffusionPipeline, AutoModel, the model class with subfolder")
 @pytest.mark.parametrize("recipe", ["16 bit", *shipped_recipes()])
 def test_every_stock_class_loads_it(recipe: str, checkpoint: Callable[[str], Path]) -> None:

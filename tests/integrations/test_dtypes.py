@@ -121,6 +121,7 @@ def test_components_that_the_caller_brings_stay_as_they_are(checkpoint):
         assert each("a red three", **{**tiny.CALL_KWARGS, "num_inference_steps": 1}).images
 
 
+@pytest.mark.slow
 def test_a_vae_that_keeps_its_digits_is_called_by_keyword_too(checkpoint):
     vae = FluxPipeline.from_pretrained(tiny.path(), dtype=torch.float32).vae
     pipe = FluxPipeline.from_pretrained(checkpoint("fp8"), vae=vae)

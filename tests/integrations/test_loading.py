@@ -240,7 +240,7 @@ def test_compiled_it_is_one_graph_for_every_size(folder):
         assert torch.equal(velocity(compiled, 7, 5), velocity(model, 7, 5))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("folder", TWO_WAYS, indirect=True)
 def test_compiled_with_dynamic_left_to_torch_it_compiles_as_often_as_16_bit(folder):
     """Twice: for the first size and, once it has seen another, for all."""
@@ -256,7 +256,7 @@ def test_compiled_with_dynamic_left_to_torch_it_compiles_as_often_as_16_bit(fold
     assert graphs(shortened(load(folder))) == graphs(shortened(load(Path(tiny.path()) / "transformer"))) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("folder", TWO_WAYS, indirect=True)
 def test_compiled_by_inductor_it_computes_closely_the_same(folder):
     model = shortened(load(folder))

@@ -326,6 +326,7 @@ def test_an_interrupted_run_goes_on_within_a_bound(tmp_path, recipe, tight, monk
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_statistics_are_the_same(tmp_path, recipe, tight):
     for name, limit in (("whole", None), ("bounded", 1 << 30)):
         options = making.JobOptions("tiny", recipe, output=str(tmp_path / name), call={"num_inference_steps": 2})
@@ -416,7 +417,7 @@ def wide_model(folder: Path, double: int, single: int) -> Path:
 
 
 @linux
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("blocks", "bound", "check"),
     [((1, 6), 180, "--no-check"), ((2, 12), 240, "")],

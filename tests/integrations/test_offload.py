@@ -95,7 +95,7 @@ def test_a_pipeline_offloaded_to_memory_paints_the_same_image(checkpoint, column
         assert torch.equal(image(pipe), want)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["leaves", "blocks", "leaves on disk", "blocks on disk"])
 def test_a_pipeline_offloaded_in_groups_paints_the_same_image(checkpoint, tmp_path, how):
     want = image(pipeline(checkpoint("nvfp4")))

@@ -352,6 +352,7 @@ def test_a_pipeline_loads_its_text_encoders(tmp_path):
         assert same_bits(stored(tmp_path / "again" / part), stored(tmp_path / "out" / part)), part
 
 
+@pytest.mark.slow
 def test_a_low_rank_branch_is_saved_and_loaded(text_encoder, tmp_path):
     model = load(text_encoder("int4"))
     layer = model.get_submodule(LAYER)

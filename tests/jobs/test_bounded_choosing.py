@@ -85,7 +85,7 @@ def test_gradients_are_the_same_where_no_block_is_run_again(recipe, tight, monke
     assert made("plain", recipe) == made("bounded", recipe, max_memory=1 << 30) and len(tight) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("make", [z_image, ltx, flux2, sdxl, wan], ids=lambda make: make.__name__)
 def test_other_families_are_measured_the_same(make: Callable, recipe, tight):
     """Models with weights of their own beside those of their modules; a VAE whose pipeline reads its numbers."""
@@ -117,6 +117,7 @@ def test_a_model_that_does_not_fit_is_read_in_turn(recipe, monkeypatch, caplog):
         settled(recipe, monkeypatch, 75 * MIB)
 
 
+@pytest.mark.slow
 def test_too_little_is_refused_with_the_least_that_does(recipe):
     words = [
         "auto",

@@ -428,7 +428,7 @@ def as_markdown(models, recipes) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "chosen", [pytest.param(FEW, id="few"), pytest.param(PUBLISHED, id="all", marks=pytest.mark.slow)]
 )

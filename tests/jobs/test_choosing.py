@@ -614,7 +614,7 @@ def test_a_model_whose_graph_is_cut_is_measured_by_the_velocity_alone(model, her
         run(model, replace(VELOCITY, measure="adjoint", bits=6.0))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_of_all_plans_hardly_one_is_better(model, here) -> None:
     """8 units of 2 options, on the images that decide."""
     (here / "mine.yaml").write_text(

@@ -87,6 +87,7 @@ def test_what_is_said_to_compute_is_what_computes(monkeypatch, scheme, exact, fa
     assert reason and implementations()[scheme]["implementation"] == name
 
 
+@pytest.mark.slow
 def test_an_accelerator_is_listed_and_has_its_rows(monkeypatch):
     card = SimpleNamespace(name="NVIDIA Test", total_memory=2**33, major=9, minor=0, gcnArchName="")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -57,6 +57,7 @@ def test_less_room_means_fewer_bits_and_then_slower_placements(options):
     assert moves == sorted(moves, key=lambda way: way == "blocks")  # weights move at every step where nothing else fits
 
 
+@pytest.mark.slow
 def test_too_little_is_refused_with_the_least(folder):
     with pytest.raises(ValueError, match=r"tiny: nothing fits into 60\d MB; the least is 60\dMB") as refused:
         at(folder, CONTEXT + 5e5)

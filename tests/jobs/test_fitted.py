@@ -193,6 +193,7 @@ def test_a_size_is_that_of_the_files_to_the_byte(mixed) -> None:
     assert total(costs.numbers, choice) + costs.fixed == 8 * (tensors + others)
 
 
+@pytest.mark.slow
 def test_what_stands_is_not_written_again_and_an_interrupted_one_is(mixed, unchecked, tmp_path, monkeypatch) -> None:
     shutil.copytree(mixed.folder.parent, tmp_path, dirs_exist_ok=True)
     monkeypatch.setattr(choosing, "measure_errors", lambda *_, **__: pytest.fail("measured again"))

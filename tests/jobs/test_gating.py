@@ -27,6 +27,7 @@ def gate(*arguments: object) -> tuple[int, dict[str, Any], str]:
     return done.exit_code, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_equivalent_to_itself_and_a_change_that_does_nothing_is_named(tmp_path: Path) -> None:
     same = (TINY, TINY, "--images", 8, "--work", tmp_path / "w", "--num-inference-steps", 2)
     code, result, _ = gate(*map(str, same))

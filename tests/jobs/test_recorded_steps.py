@@ -107,6 +107,7 @@ def test_saving_again_keeps_the_list_and_what_another_program_wrote_beside_it(fo
     assert recorded_lists(tiny.load(folder=tmp_path / "again").transformer) == recorded_lists(pipe.transformer)
 
 
+@pytest.mark.slow
 def test_an_interrupted_list_goes_on_and_the_checkpoint_is_the_same(root, folder, monkeypatch) -> None:
     monkeypatch.setattr(listing, "IMAGES", 4)
     measured, measure, ran = [], listing.measure_velocities, step_trials.Trials._squares
@@ -176,6 +177,7 @@ def test_two_denoisers_record_the_list_of_their_pipeline(tmp_path, monkeypatch) 
 # --- who uses it
 
 
+@pytest.mark.slow
 def test_a_pipeline_uses_it_once_told_and_says_so_when_it_is_loaded(folder, caplog) -> None:
     steps._tell_once.cache_clear()
     with caplog.at_level(logging.WARNING, "fluxq"):
@@ -192,6 +194,7 @@ def test_a_pipeline_uses_it_once_told_and_says_so_when_it_is_loaded(folder, capl
     assert len(calls) == 8 + 4 and [skipped.steps] == recorded_lists(pipe.transformer)
 
 
+@pytest.mark.slow
 def test_of_several_lists_that_of_the_nearest_number_of_steps_is_taken(folder) -> None:
     pipe = tiny.load(folder=folder)
     with skip_steps(pipe, [0, 2, 3]) as short:
@@ -230,6 +233,7 @@ def test_eval_and_bench_say_that_they_use_it(folder) -> None:
     assert speed.conditions["steps"] == said
 
 
+@pytest.mark.slow
 def test_a_report_says_what_becomes_of_the_list_in_a_call_of_another_number_of_steps(folder) -> None:
     (said,) = map(str, recorded_lists(tiny.load(folder=folder).transformer))
     for total, words in ((8, said), (20, f"{said}; here of 20, those of the nearest noise levels")):

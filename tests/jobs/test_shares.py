@@ -126,6 +126,7 @@ def test_every_number_of_steps_that_was_looked_at_is_reported(done) -> None:
     assert {point["computed"] for point in done["front"]} <= {*shares} and done["front"][0]["computed"] == 2
 
 
+@pytest.mark.slow
 def test_without_it_nothing_speaks_of_steps(model, here) -> None:
     plain = search(model, replace(LISTED, ms=None, gate="latent_sqnr>=1", steps=False))
     listed = search(model, replace(LISTED, ms=None, gate="latent_sqnr>=1"), output="out.yaml")
@@ -220,6 +221,7 @@ def test_swaps_stay_within_the_time_of_the_steps_that_are_computed(monkeypatch) 
     assert ran == [("4", listed), ("8", listed)]
 
 
+@pytest.mark.slow
 def test_an_outline_counts_lists_and_the_fewest_steps(model, here) -> None:
     asked = search_of(
         JobOptions(model=str(model), call=CALL), replace(LISTED, ms=None, gate="latent_sqnr>=30"), writes=False

@@ -60,6 +60,7 @@ def test_a_list_is_written_whole_and_runs(here) -> None:
     assert (skipped.calls, skipped.computed) == (6, 3)
 
 
+@pytest.mark.slow
 def test_the_same_request_is_finished_and_another_one_refused(monkeypatch) -> None:
     first = made()
     before = Path("out.json").read_bytes()

@@ -246,7 +246,7 @@ class Unrunnable:
 # More, with processes of their own
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fitted", "parallel"])
 def test_processes_killed_at_random_times_in_a_row_end_with_the_same_bytes(single, tmp_path, name):
     """Each time another number of them."""
@@ -263,7 +263,7 @@ def test_processes_killed_at_random_times_in_a_row_end_with_the_same_bytes(singl
     assert not list(folder.glob(".*"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("start", [("-m", "fluxq"), (str(Path(sys.executable).with_name("fluxq")),)])
 def test_the_command_line_under_torchrun(single, tmp_path, start):
     folder = write_inputs(tmp_path)

@@ -36,6 +36,7 @@ def test_a_pipeline_in_memory_is_quantized_as_its_folder_is(tmp_path, pipe, plai
     assert reopened == made and reopened.load()
 
 
+@pytest.mark.slow
 def test_a_job_that_failed_is_resumed_by_the_same_call(tmp_path, pipe, monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise OSError("no space left on device")

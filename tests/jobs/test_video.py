@@ -167,6 +167,7 @@ def test_what_cannot_be_asked_of_videos(made, command, options, words):
     assert done.exit_code != 0 and all(word in done.output for word in words), done.output
 
 
+@pytest.mark.slow
 def test_frames_are_not_asked_of_images(plain_checkpoint, tmp_path):
     for arguments in (("eval", plain_checkpoint("nvfp4")), ("quantize", "tiny", "-o", tmp_path / "out")):
         done = fluxq(*arguments, "--frames", 5)
@@ -178,7 +179,7 @@ def test_frames_are_not_asked_of_images(plain_checkpoint, tmp_path):
     assert done.exit_code != 0 and "it is taken of videos, and this model makes images" in done.output
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("make", [ltx, hunyuan_video])
 def test_other_families_go_through_all_commands(make, tmp_path):
     model, out = saved(make, tmp_path / "model"), tmp_path / "out"

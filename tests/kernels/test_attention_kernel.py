@@ -345,7 +345,7 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
 }  # fmt: skip
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_kernel_turns_its_check_red(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new, check = FAULTS[fault]

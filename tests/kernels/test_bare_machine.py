@@ -70,7 +70,7 @@ def test_what_a_session_runs_is_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_session_runs_its_stages_there_and_says_what_the_others_lack(tmp_path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BARE)  # of all processes that stages start
     out, only = tmp_path / "out", [word for name in ("first", "rates", "step", "runs") for word in ("--only", name)]

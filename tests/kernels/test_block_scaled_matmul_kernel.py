@@ -107,7 +107,7 @@ def test_tokens_may_share_one_global_scale() -> None:
     check(block_scaled_matmul, "nvfp4", (17, 40, 80), one_global=True)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("follows", matmul.FOLLOWS)
 def test_what_follows_the_product_is_computed_in_fp32(follows: str) -> None:
     check(block_scaled_matmul, "nvfp4", (130, 70, 96), **matmul.FOLLOWS[follows])

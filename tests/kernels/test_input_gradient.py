@@ -166,6 +166,7 @@ def test_how_gradients_are_taken_is_one_of_two(monkeypatch: pytest.MonkeyPatch) 
         settings.configure(gradients="fp8")
 
 
+@pytest.mark.slow
 def test_a_wrong_product_of_codes_does_not_blame_the_quantizer() -> None:
     w, grad = stored(operands("int8", (34, 48, 64), BF16)[1]), torch.randn(34, 48).bfloat16()
     arguments = grad, *w, "int8-int8", torch.bfloat16

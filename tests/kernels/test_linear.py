@@ -549,6 +549,7 @@ assert torch.equal(program.module()(x), y)
 """
 
 
+@pytest.mark.slow
 def test_products_are_measured_when_one_is_needed_and_not_at_import_or_while_tracing():
     done = forked.run("-c", ONLY_WHEN_IT_RUNS)
     assert done.returncode == 0, done.stderr

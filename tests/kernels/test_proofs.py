@@ -82,7 +82,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen_on_a_few_tokens(fault: str, plant) -> None:
     name, old, new, call = FAULTS[fault]

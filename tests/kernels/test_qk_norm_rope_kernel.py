@@ -140,7 +140,7 @@ def check_every_element_is_written(kernels: ModuleType, monkeypatch: pytest.Monk
         assert not y.isnan().any(), f"{int(y.isnan().sum())} differ: not written"
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("round_before_weight", [False, True])
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

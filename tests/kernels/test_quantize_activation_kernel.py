@@ -360,6 +360,7 @@ def test_swizzled_scales_lie_in_128x4_tiles_padded_with_zeros(format: str, m: in
     check_swizzled(quantize_activation, format, m)
 
 
+@pytest.mark.slow
 def test_mxfp4_chooses_the_exponent_of_the_reference_in_many_blocks() -> None:
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
     q, _ = quantize_activation.quantize_activation(x, *steps("mxfp4"), tile=Tile(16, 512, 8))

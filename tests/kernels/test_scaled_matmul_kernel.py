@@ -259,7 +259,7 @@ def test_every_way_to_multiply_computes_the_same(variant: str) -> None:
 IN_BLOCKS = ("descriptors", "halves", "descriptors and halves", "unit scales", "unit scales and descriptors")
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain", "whole blocks", *IN_BLOCKS])
 def test_x_may_have_a_scale_for_each_128_columns(variant: str) -> None:
     tiles = {"plain": TILE, "whole blocks": dataclasses.replace(TILE, k=128), **VARIANTS}

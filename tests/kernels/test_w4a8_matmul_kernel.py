@@ -101,7 +101,7 @@ def test_what_follows_is_that_of_the_8_bit_matmul(follows: str) -> None:
     check_composed(w4a8_matmul, "nvfp4", "int8", (50, 40, 128), **FOLLOWS[follows])
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("activations", ["int8", "fp8"])
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "int4"])
 def test_every_code_under_many_scales_is_the_references_byte(weights: str, activations: str) -> None:

@@ -76,7 +76,7 @@ def quickly_finished(tmp_path_factory):
     return folder / "out", record
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_stage_is_recorded_with_its_reason(finished):
     folder, record = finished
     part = record.components[0]
@@ -418,7 +418,7 @@ def test_the_record_says_what_layers_were_fitted_to(finished):
     assert "8 images, steps 0, 8 of FlowMatchEuler" in (folder / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_velocity_error_falls_with_rank_and_with_bits(tmp_path_factory, pipe):
     """Mean error of the velocity on held-out noise, rank 0, 1/24 and 1/6 of nvfp4, then 8 bits."""
     recipe = ALL_STAGES.replace("steps: 2", "steps: 4")

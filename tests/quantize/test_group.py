@@ -194,6 +194,7 @@ def test_bad_weights_are_named(layer, inputs):
         fit_group([GroupLayer("blocks.0.a", w, None, scheme("nvfp4"))], inputs, ALL)
 
 
+@pytest.mark.slow
 def test_the_same_twice(layer, inputs):
     one = [GroupLayer("a", layer.weight, torch.ones(96), scheme("nvfp4"))]
     first, second = fit_group(one, inputs, ALL), fit_group(one, inputs, ALL)
@@ -405,6 +406,7 @@ def test_factors_beside_another_segment_are_at_most_one(layer):
         assert tensors(group)["pre_quant_scale"].max() == 1
 
 
+@pytest.mark.slow
 def test_outputs_too_small_for_fp32_are_not_judged(layer):
     """Squares of 1e-20 have few bits left, and their errors none: any figure would be made up."""
     tiny_inputs = gathered(layer.fit * 1e-20, layer.held * 1e-20)

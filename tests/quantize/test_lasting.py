@@ -211,7 +211,7 @@ def test_a_file_replaced_by_one_of_equal_size_and_time_is_seen_at_the_next_read(
         opened.get_tensor(name)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
 def test_a_passing_trouble_keeps_what_is_done_and_blames_no_file(tmp_path, monkeypatch, number):
     clean = quantize(tiny.path(), tmp_path / "clean").read_bytes()
@@ -499,6 +499,7 @@ print(len(loaded), sum(tensor.is_meta for each in loaded for tensor in each.stat
 """
 
 
+@pytest.mark.slow
 def test_models_load_in_threads_beside_other_models(tmp_path):
     """In a process of its own: diffusers and accelerate leave their patches of torch behind in threads."""
     quantize(tiny.path(), tmp_path / "out")

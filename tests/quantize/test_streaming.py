@@ -187,7 +187,7 @@ def fitted(tmp_path_factory) -> tuple[tuple[str, ...], dict[str, bytes], list[st
 
 
 @linux
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_fitted_job_that_is_killed_at_any_write_ends_with_the_same_bytes(fitted, tmp_path):
     """At random ones of each stage; every second one is killed again before it ends, some in the middle of a write."""
     command, expected, written = fitted
@@ -319,7 +319,7 @@ def change(folder: Path, component: str) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("component", ["transformer", "text_encoder", "scheduler"])
 def test_a_changed_model_is_refused_by_name(tmp_path, tiny_folder, interrupted, component):
     """Of a finished job, and of an interrupted one but for its weights, which the blocks tell."""
@@ -335,6 +335,7 @@ def test_a_changed_model_is_refused_by_name(tmp_path, tiny_folder, interrupted, 
         quantize(tmp_path, str(tiny_folder))
 
 
+@pytest.mark.slow
 def test_the_manifest_of_an_interrupted_job_says_what_decides_its_bytes(tmp_path, interrupted):
     manifest = json.loads((interrupted("tiny", "fp8") / "job.json").read_text())
     prepared = making.job_of(making.JobOptions("tiny", "fp8", "rtn", str(tmp_path / "x"), check=False))

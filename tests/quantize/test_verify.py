@@ -479,6 +479,7 @@ def test_checks_that_could_not_be_made_are_no_success(plain_checkpoint, tmp_path
     assert CliRunner().invoke(cli, ["verify", folder.name, "--allow-unrecorded"]).exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_vocabulary_larger_than_json_is_read_is_digested_as_a_file(plain_checkpoint, tmp_path):
     """That of Wan's text encoder has 16.8 MB."""
     folder = copy_of(plain_checkpoint("fp8"), tmp_path / "out")

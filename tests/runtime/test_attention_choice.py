@@ -330,6 +330,7 @@ def load(folder: Path) -> FluxPipeline:
     return FluxPipeline.from_pretrained(folder, dtype=torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_says_it_and_its_model_computes_it(written: Path, plain_checkpoint, calls) -> None:
     said, plain = config_of(written / "transformer"), config_of(plain_checkpoint("fp8") / "transformer")
     assert said.pop("attention") == "fp8" and said.pop("config_digest") != plain.pop("config_digest")

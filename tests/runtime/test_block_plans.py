@@ -99,7 +99,7 @@ def launching(chip: str) -> Iterator[None]:
             library._destroy()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("scheme", ["fp8-fp8", "nvfp4-nvfp4-static-smooth-r4"])
 def test_a_plan_launches_the_kernels_of_all_ops(scheme: str, replays: list[int]) -> None:

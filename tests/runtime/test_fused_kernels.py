@@ -100,7 +100,7 @@ def test_every_op_of_a_block_is_its_reference_tile_by_tile(on_the_interpreter, k
     assert run(kind, case) == expected_calls(kind, case)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["int8", "nvfp4"])
 def test_so_it_is_where_tokens_take_several_tiles(on_the_interpreter, case: str) -> None:
     assert run("double", case, image=67) == expected_calls("double", case)
@@ -183,7 +183,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named_with_its_op_and_tiles(on_the_interpreter, fault: str, tmp_path: Path, monkeypatch) -> None:
     name, old, new, case, said = FAULTS[fault]

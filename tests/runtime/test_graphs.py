@@ -81,6 +81,7 @@ def test_what_was_returned_stays_when_the_next_call_replays(flux):
         assert all(torch.equal(given[name], tensor) for name, tensor in kept.items())
 
 
+@pytest.mark.slow
 def test_arguments_that_are_no_tensors_are_kinds_of_calls(flux):
     model = flux.transformer
     calls = [{"return_dict": True}, {"return_dict": False}, {"joint_attention_kwargs": {"scale": 1.0}}]
@@ -187,6 +188,7 @@ def test_a_model_that_was_moved_as_a_whole_is_taken_back(flux):
         assert torch.equal(assert_plain(model), want) and captured.captures == 1
 
 
+@pytest.mark.slow
 def test_a_weight_of_another_shape_or_that_is_no_longer_shared_is_another_form(flux):
     model = flux.transformer
     first, second = model.transformer_blocks[0].attn.to_q, model.transformer_blocks[0].attn.to_k
@@ -204,7 +206,7 @@ def test_a_weight_of_another_shape_or_that_is_no_longer_shared_is_another_form(f
         assert captured.captures == 4
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["16 bit", "int8"])
 def test_a_lora_of_the_same_rank_is_swapped_without_recording(quantized, lora_file, recipe):
     pipe = quantized(recipe)

@@ -145,7 +145,7 @@ def test_hoisting_and_taking_it_out_are_other_forms(flux):
         assert torch.equal(latents(flux), plain) and captured.captures == 2
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["the row before", "rows of an old schedule", "nothing is asked"])
 def test_a_wrong_row_would_be_seen(flux, monkeypatch, fault):
     calls = [{}, guided(sigmas=[1.0, 0.3])]

@@ -16,7 +16,7 @@ from fluxq.runtime.modulation import hoist_modulation
 pytestmark = pytest.mark.usefixtures("recorded")
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["int8", "16 bit"])
 def test_optimize_with_graphs_does_all_of_it_and_restore_takes_it_out(quantized, recipe):
     pipe, plain = quantized(recipe), quantized(recipe)

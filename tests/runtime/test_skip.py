@@ -375,6 +375,7 @@ def test_a_copy_computes_every_step(pipe) -> None:
 # --- where lists come from
 
 
+@pytest.mark.slow
 def test_a_list_is_made_on_the_spot(pipe) -> None:
     with fluxq.skip_steps(pipe, compute=0.5, call={"num_inference_steps": 8}) as skipped:
         assert len(skipped.steps.computed) == 4 and skipped.steps.total == 8

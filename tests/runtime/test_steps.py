@@ -171,6 +171,7 @@ def test_other_steps_than_the_recipes_are_asked_for(pipe, loaded, sixteen, first
         assert kinds(run(pipe), loaded.transformer, sixteen.transformer) == want
 
 
+@pytest.mark.slow
 def test_one_end_is_asked_for_and_the_other_stays_the_recipes(pipe, loaded, sixteen) -> None:
     with keep_steps(pipe, last=0):
         assert kinds(run(pipe), loaded.transformer, sixteen.transformer) == "kqqqq"
@@ -215,6 +216,7 @@ def test_an_image_to_image_call_counts_its_own_steps(pipe, loaded, sixteen) -> N
     assert kinds(calls, loaded.transformer, sixteen.transformer) == "kqqk"
 
 
+@pytest.mark.slow
 def test_two_experts_share_the_steps_of_one_run(pipe, loaded, sixteen) -> None:
     """As Wan 2.2's: one for high noise, one for low."""
     second = copy.deepcopy(loaded.transformer)
@@ -535,7 +537,7 @@ def test_an_adapter_that_went_into_codes_for_one_gpu_is_not_lost_silently(pipe, 
         keep_steps(pipe)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 def test_hoisted_modulation_is_made_of_the_weights_of_each_step(pipe, loaded, sixteen, weights) -> None:
     """Sums of one product of many rows come in another order, so bits are those of a hoisted model's."""
@@ -552,7 +554,7 @@ def test_hoisted_modulation_is_made_of_the_weights_of_each_step(pipe, loaded, si
             assert distance(output, far.transformer(*args, **kwargs)[0]) > 0.01
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["model", "layers", "groups", "groups on disk"])
 def test_an_offloaded_model_streams(pipe, loaded, sixteen, tmp_path, how) -> None:
     if how == "model":
@@ -569,6 +571,7 @@ def test_an_offloaded_model_streams(pipe, loaded, sixteen, tmp_path, how) -> Non
         assert kinds(run(pipe), loaded.transformer, sixteen.transformer) == "kqqkk"
 
 
+@pytest.mark.slow
 def test_where_the_weights_are_is_decided_again_when_a_model_is_offloaded_since(pipe, loaded, sixteen) -> None:
     stays = with_parts(loaded, transformer=copy.deepcopy(loaded.transformer))
     with keep_steps(pipe) as kept, keep_steps(stays, weights="resident"):
@@ -633,7 +636,7 @@ def test_no_room_and_no_way_to_stream_is_said(pipe, monkeypatch) -> None:
         keep_steps(pipe)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["blocks", "whole", "wrapped"])
 def test_a_compiled_model_keeps_its_steps(pipe, loaded, sixteen, how) -> None:
     torch._dynamo.reset()

@@ -17,7 +17,7 @@ FILE = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_setting_that_does_not_suit_a_request_is_passed_over(plain_checkpoint, tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     file = tmp_path / "elastic.yaml"
@@ -32,7 +32,7 @@ def test_a_setting_that_does_not_suit_a_request_is_passed_over(plain_checkpoint,
         assert long.result()[0] == 200
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_backlog_walks_down_and_back(plain_checkpoint, tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     file = tmp_path / "elastic.yaml"

@@ -142,7 +142,7 @@ def test_joined_calls_that_fail_leave_nothing_in_the_making(plain_checkpoint: An
     assert not worker.memory()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("in_process", [True, False])
 def test_joined_images_of_int8_are_the_bytes_that_are_made_alone(in_process: bool, plain_checkpoint: Any) -> None:
     checkpoint: Path = plain_checkpoint("int8")

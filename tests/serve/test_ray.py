@@ -78,7 +78,7 @@ def cluster(int8: Path, tmp_path_factory) -> Iterator[Cluster]:
     one.process.wait(120)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_replicas_share_requests_and_make_the_bytes_of_the_pipeline_alone(cluster: Cluster, alone: Any) -> None:
     with ThreadPoolExecutor() as pool:
         answers = [*pool.map(lambda seed: cluster.make(seed=seed, n=2), (1, 3, 5, 7))]
@@ -115,7 +115,7 @@ def test_an_image_is_let_go_when_its_client_leaves(cluster: Cluster) -> None:
     assert not sum(cluster.figures("fluxq_queue_images"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_replica_that_is_killed_loses_no_accepted_request_and_a_signal_none(cluster: Cluster, alone: Any) -> None:
     asked: list[dict[str, Any]] = [{"seed": 10 * index} for index in range(8)]
     asked += [{"seed": 200, "n": 3, "stream": True}, {"seed": 300, "n": 3, "stream": True}, {}, {}]

@@ -330,6 +330,7 @@ def test_a_second_signal_answers_who_waits_and_lets_the_image_go(store: RealRedi
     asyncio.run(test())
 
 
+@pytest.mark.slow
 def test_servers_that_join_take_as_many_as_they_join_each_its_share(
     store: RealRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def test_a_broken_image_counts_and_a_perfect_one_ends_an_alert() -> None:
     assert not shadows.alerts and shadows.told("a")["psnr_db"] == 100.0
 
 
+@pytest.mark.slow
 def test_a_shadow_that_has_begun_makes_room_for_a_checkpoint_and_begins_anew(plain_checkpoint) -> None:
     folders = {"int8": str(plain_checkpoint("int8"))}
     worker = Worker(Settings(folders, "cpu", originals={"16 bit": str(tiny_path())}))

@@ -62,7 +62,7 @@ def pixels_of(row: dict[str, Any]) -> bytes:
 
 
 @needs_redis
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_killed_server_had_accepted_is_made_by_the_next_one_exactly_once(store, start, alone) -> None:
     process, address = start()
     body = {"prompt": PROMPT, "num_inference_steps": 40}
@@ -112,7 +112,7 @@ def test_two_servers_share_what_either_has_accepted(store, int8: Path, alone) ->
 
 
 @needs_redis
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_redis_that_hangs_for_a_while_loses_nothing_and_holds_up_no_probe(store, int8: Path, alone) -> None:
     body = {"prompt": PROMPT, "num_inference_steps": 40}
     with running(int8, queue=store.url) as one, ThreadPoolExecutor() as pool:

@@ -116,7 +116,7 @@ def test_a_worktree_that_is_gone_is_made_again(project: Path, tmp_path: Path, is
     assert source.make([("b", 8)]).images[0][:, 0, 0].tolist() == [2, 8, 0]
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("also", "longest", "error", "message"),
     [
