@@ -85,9 +85,13 @@ def refusal(op: str, format: str, chip: str) -> str:
         return f"{op} has no {format}" if is_known else f"no kernel was written for {format}"
     if chip not in CHIPS:
         return f"never compiled for {chip}"
-    why = _refusals(compiled_with()).get((row.file, format, chip))
+    cell = row.file, format, chip
+    why = _refusals(compiled_with()).get(cell)
     if why is None:
-        return row.elsewhere or f"no tile for {chip} was compiled with Triton {compiled_with()}"
+        missing = f"no tile for {chip} was compiled with Triton {compiled_with()}"
+        later = (version for version in PROVEN if _number(version) > _number(compiled_with()))
+        newer = next((version for version in later if _refusals(version).get(cell) == ""), None)
+        return f"{missing}, but with {newer}: update torch, which brings it" if newer else row.elsewhere or missing
     return why or findings.wrong(op, format, chip)
 
 
@@ -322,9 +326,13 @@ def compiled_with() -> str:
     here = minor(triton.__version__)
     if here in PROVEN:
         return here
-    newest = max(PROVEN, key=lambda version: tuple(map(int, version.split("."))))
+    newest = max(PROVEN, key=_number)
     logger.warning("kernels were never compiled with Triton %s: what runs where is taken from Triton %s", here, newest)
     return newest
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 @functools.cache

@@ -95,6 +95,13 @@ class StoredLayer:
             "load the checkpoint and save it without fluxq.prepare"
         )
 
+    @property
+    def rank(self) -> int:
+        """Rank of the stored low-rank branch."""
+        headers = (TensorFile(file).stored for file in self.folder.glob("*.safetensors"))
+        branches = (stored.get(f"{self.layer}.{LOW_RANK[0]}") for stored in headers)
+        return next((branch.shape[0] for branch in branches if branch), 0)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -266,7 +273,7 @@ class QuantLinear(nn.Linear):
 
     def append_low_rank(self, a: Tensor, b: Tensor) -> None:
         """Add b a to the layer's product, exactly: a (r, K) and b (N, r) become the branch's last r ranks."""
-        self._require_present()
+        self.require_present()
         r, k = a.shape
         if k != self.in_features or tuple(b.shape) != (self.out_features, r):
             raise ValueError(
@@ -281,14 +288,17 @@ class QuantLinear(nn.Linear):
         """Remove the last r ranks of the branch; the ranks before them keep their bits."""
         if not 0 <= r <= self.scheme.rank:
             raise ValueError(f"cannot drop {r} ranks: the low-rank branch has {self.scheme.rank}")
-        self._require_present()
+        self.require_present()
         if r and self.low_rank is not None:
             a, b = self.low_rank
             self._set_low_rank(a[:-r].clone(), b[:, :-r].clone())
 
-    def _require_present(self) -> None:
+    def require_present(self) -> None:
+        """Raise ValueError for a layer whose weight is elsewhere, so that a change of its branch would be lost."""
         if self.weight.is_meta:
-            raise ValueError("this layer is offloaded, and a changed one would not come back: fuse before offloading")
+            raise ValueError(
+                "this layer is offloaded, and a changed one would not come back: fuse and unfuse before offloading"
+            )
 
     def _set_low_rank(self, a: Tensor, b: Tensor) -> None:
         self.scheme = replace(self.scheme, rank=a.shape[0])

@@ -155,7 +155,7 @@ class Cost:
     def efficiencies(self) -> dict[str, Efficiency]:
         """Return name -> efficiency of those in this cost."""
         arithmetics = {"bf16": None, **{route.arithmetic: None for route in self.routes.values()}}
-        used = {name: self.device.matmul[name] for name in arithmetics}
+        used = {name: self.device.efficiency(name) for name in arithmetics}
         on_scalars = any(Scheme.parse(scheme).four_over_six for scheme in self.routes)
         if on_scalars or any(map(_is_promoted, self.routes.values())):
             used.setdefault("fp32", self.device.scalar)

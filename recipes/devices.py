@@ -85,9 +85,13 @@ class Device:
 
     def flops(self, arithmetic: str) -> float:
         """Return the FLOP/s that a matmul attains; ValueError where the chip has no such instruction."""
-        if arithmetic not in self.peaks:
+        if arithmetic not in self.peaks and arithmetic != "fp32":
             raise ValueError(f"{self.name} does not multiply {arithmetic}; it has {', '.join(self.peaks)}")
-        return 1e12 * self.peaks[arithmetic] * self.matmul[arithmetic].fraction
+        return 1e12 * self.peaks.get(arithmetic, self.scalar_peak) * self.efficiency(arithmetic).fraction
+
+    def efficiency(self, arithmetic: str) -> Efficiency:
+        """Return what a matmul reaches; in fp32, which every chip multiplies, torch's where the row has none."""
+        return self.matmul.get(arithmetic, _REFERENCE)
 
     def attention_flops(self, arithmetic: str) -> float:
         """Return the FLOP/s that attention attains, in "bf16" or, for fp8, in the arithmetic of such codes."""

@@ -208,6 +208,14 @@ def test_what_was_not_compiled_or_spills_is_not_offered(tmp_path, monkeypatch, f
     assert dispatch.refusal("scaled_matmul", "fp8", "sm_70") == "never compiled for sm_70"
 
 
+def test_a_triton_that_has_tiles_for_a_chip_is_named(monkeypatch, fresh_rows):
+    monkeypatch.setattr(dispatch, "compiled_with", lambda: "3.6")
+    newer = "no tile for sm_120 was compiled with Triton 3.6, but with 3.8: update torch, which brings it"
+    assert {dispatch.refusal(op, "nvfp4", "sm_120") for op in ("block_scaled_matmul", "weight_only_matmul")} == {newer}
+    assert dispatch.refusal("block_scaled_matmul", "nvfp4", "sm_80") == OPS["block_scaled_matmul"].elsewhere
+    assert "update" not in dispatch.refusal("scaled_matmul", "fp8", "gfx942")  # which no Triton compiles
+
+
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in (*KERNEL_FORMATS, *PRODUCED)])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_format_without_kernels_is_offered_nowhere_and_says_so(name, chip):
@@ -467,6 +475,7 @@ def test_scaled_matmul_on_a_gpu(offers, kind: str, gelu: bool) -> None:
     check_op(scaled_matmul, launch.launcher("scaled_matmul"), arguments, exact=False)
 
 
+@pytest.mark.slow
 def test_codes_that_a_block_made_are_multiplied_as_a_layer_multiplies_its_own(offers, monkeypatch) -> None:
     """By the library where it is chosen for the layer, unless something follows that is computed in fp32."""
     offers(**ALL)

@@ -464,6 +464,15 @@ def test_where_there_is_no_kernel_torch_decodes_each_weight_and_multiplies_in_fp
     assert list(found.efficiencies()) == ["bf16", "fp32", "attention", "memory bandwidth"]
 
 
+def test_weights_alone_that_no_kernel_decodes_are_timed_in_fp32_on_every_gpu():
+    recipe = Component.model_validate({"weights": {"format": "fp8_128x128"}})
+    price = cost(planned(recipe, "flux", model("flux", json.dumps(FLUX_DEV))), FLUX, H200)
+    assert list(price.efficiencies()) == ["bf16", "fp32", "attention", "memory bandwidth"]
+    for device in WITH_KERNELS.values():
+        seconds = group_seconds([(D, D)], [Scheme.parse("fp8_e5m2-16bit")], device, S)
+        assert seconds == pytest.approx(2 * S * D * D / (1e12 * device.scalar_peak * 0.8)), device.name
+
+
 # Times
 
 
