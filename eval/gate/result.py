@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 from xml.etree import ElementTree
 
-from fluxq.base.console import code
+from fluxq.base.console import code, escaped
 from fluxq.eval.gate.decide import ALPHA, Finding, Rule, Verdict
 from fluxq.eval.gate.speed import GateSpeed
 from fluxq.eval.metrics.schema import Strict, number
@@ -129,7 +129,7 @@ def markdown(result: GateResult) -> str:
         ratio, low, high = shown
         cells = (f"{speed.a:.4g} s", f"{speed.b:.4g} s", f"{ratio} [{low}, {high}]", f"{speed.slower:+.2%}")
         lines.append(f"| speed, median | {speed.verdict} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"- {reason}" for reason in result.reasons)]) + "\n"
+    return "\n".join([*lines, "", *(f"- {escaped(reason)}" for reason in result.reasons)]) + "\n"
 
 
 def _shown(value: float | None) -> str:

@@ -357,7 +357,7 @@ def _plugin(source: PluginSource) -> Callable[[Sample], Measured]:
     def take(sample: Sample) -> Measured:
         _require_whole(sample)
         networks = sample.networks
-        plugin = networks.kept(source, "plug-in", lambda: open_plugin(source, networks.device))
+        plugin = networks.kept(networks, f"plug-in {source.key}", lambda: open_plugin(source, networks.device))
         frames = sample.frames
         prompts = [prompt for prompt in sample.prompts for _ in range(frames or 1)]
 

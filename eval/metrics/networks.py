@@ -6,6 +6,7 @@ read only if its SHA-256 begins as published. Nothing is downloaded unasked, and
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -252,14 +253,15 @@ def _hub() -> Path:
 
 
 def _cure(row: Weights, folder: Path | None) -> str:
-    places = " or ".join(_shown(place) for place in _places(folder))
+    places = " or ".join(map(without_home, _places(folder)))
     other = "" if folder else ", or into a folder that you give as --weights"
     return f"put {row.files[0]} (SHA-256 {row.sha256}…), published at {row.url}, into {places}{other}"
 
 
-def _shown(place: Path) -> str:
-    """Return a path without the name of the home folder, since reports are passed on."""
-    return f"~/{place.relative_to(Path.home())}" if place.is_relative_to(Path.home()) else str(place)
+def without_home(place: str | Path) -> str:
+    """Return a path without the name of the home folder, since reports are passed on, and another text as it is."""
+    path, home = Path(place), os.path.expanduser("~")
+    return f"~/{path.relative_to(home).as_posix()}" if path.is_relative_to(home) else str(place)
 
 
 def _no_features(networks: Networks) -> str | None:

@@ -169,11 +169,16 @@ class Verdict(Strict):
 
 
 class GateOutcome(Strict):
-    """Outcome of one gate. value: null where the metric was not measured, which does not pass."""
+    """Outcome of one gate. value: null where the metric was not measured, which does not pass, or is infinite."""
 
     gate: str
     value: float | None
     passed: bool
+
+    @property
+    def absent(self) -> str:
+        """Word in place of a value that is null: of identical images it passes."""
+        return "identical" if self.passed else "not measured"
 
 
 class Curve(Figure):

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Literal
 
+import numpy as np
+
 Outcome = Literal["equivalent", "worse", "inconclusive"]
 
 _LEVEL, _ALPHA = 0.95, 0.05
@@ -94,15 +96,19 @@ def p_value(differences: Sequence[float], prompts: Sequence[Hashable]) -> float:
     """Return the two-sided p of the hypothesis that paired per-image differences have mean 0.
 
     The bootstrap distribution of the mean, prompts resampled with their images, is shifted to 0; p is the share of it
-    that lies at least as far out as the mean (Davison & Hinkley 1997, §4.4), never below 1 / 10,000.
-    Infinite differences are left out. NaN if any is NaN or fewer than two prompts remain.
+    that lies at least as far out as the mean, both in their own standard errors, without which few prompts would differ
+    too often by chance (Davison & Hinkley 1997, §4.4). It is never below 1 / 10,000. Infinite differences are left out.
+    NaN if any is NaN or fewer than two prompts remain.
     """
     sums, counts = _by_prompt(differences, prompts)
     if any(math.isnan(value) for value in differences) or len(sums) < 2:
         return math.nan
-    mean = sum(sums) / sum(counts)
-    means = _bootstrap(sums, counts, _RESAMPLES, method="percentile").bootstrap_distribution
-    as_far = int((abs(means - mean) >= abs(mean)).sum())
+    mean, error = _ratio_and_error(np.array(sums), np.array(counts), axis=-1)
+    if error <= 1e-12 * abs(mean):  # all alike, but for rounding
+        return 1 / (1 + _RESAMPLES) if mean else 1.0
+    resampled = _bootstrap(sums, counts, _RESAMPLES, statistic=_ratio_and_error, method="percentile")
+    means, errors = resampled.bootstrap_distribution
+    as_far = int((abs(means - mean) * error >= abs(mean) * errors).sum())
     return (1 + as_far) / (1 + _RESAMPLES)
 
 
@@ -227,12 +233,21 @@ def _by_prompt(values: Sequence[float], prompts: Sequence[Hashable]) -> tuple[li
     return [math.fsum(group) for group in groups.values()], [float(len(group)) for group in groups.values()]
 
 
-def _bootstrap(sums: list[float], counts: list[float], resamples: int, seed: int = 0, **how: Any) -> Any:
+def _ratio(sums, counts, axis: int):
+    return sums.sum(axis=axis) / counts.sum(axis=axis)
+
+
+def _ratio_and_error(sums, counts, axis: int):
+    """Return the ratio, and its standard error but for a factor that the number of prompts alone decides."""
+    n, ratio = counts.sum(axis=axis), _ratio(sums, counts, axis)
+    residuals = sums - np.expand_dims(ratio, axis) * counts
+    return np.stack([ratio, np.sqrt(np.square(residuals).sum(axis=axis)) / n])
+
+
+def _bootstrap(
+    sums: list[float], counts: list[float], resamples: int, seed: int = 0, statistic: Any = _ratio, **how: Any
+) -> Any:
     from scipy.stats import bootstrap
 
     batch = max(1, _BATCH_VALUES // len(sums))
-    return bootstrap((sums, counts), _ratio, paired=True, n_resamples=resamples, batch=batch, rng=seed, **how)
-
-
-def _ratio(sums, counts, axis: int):
-    return sums.sum(axis=axis) / counts.sum(axis=axis)
+    return bootstrap((sums, counts), statistic, paired=True, n_resamples=resamples, batch=batch, rng=seed, **how)

@@ -453,7 +453,7 @@ def _span(rows: Iterable[Mapping[str, Any]]) -> list[float]:
 
 
 def _padded(values: Sequence[float]) -> list[float]:
-    low, high = min(values), max(values)
+    low, high = min(values, default=0.0), max(values, default=0.0)  # of a metric that no run with this cost has
     room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
     return [low - room, high + room]
 

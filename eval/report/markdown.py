@@ -168,7 +168,7 @@ def verdict_lines(run: Run) -> list[str]:
 
 
 def _gate(gate: GateOutcome) -> str:
-    text = "not measured" if gate.value is None else f"{gate.value:.5g}"
+    text = gate.absent if gate.value is None else f"{gate.value:.5g}"
     return f"- gate `{code(gate.gate)}`: {'passed' if gate.passed else '**FAILED**'} ({text})"
 
 

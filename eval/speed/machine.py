@@ -160,7 +160,8 @@ class Gpu(Sensors, Machine):
 
     def conditions(self) -> dict[str, str]:
         conditions = {name: str(value) for name, value in describe(self.device).items()}
-        conditions["TF32 in matmul"] = str(torch.backends.cuda.matmul.allow_tf32)
+        products: Any = torch.backends.cuda.matmul  # whose `allow_tf32` raises where the newer word for it was set
+        conditions["TF32 in matmul"] = str(products.fp32_precision == "tf32")
         return conditions | ({"NVML": self.missing} if self.missing else {})
 
 

@@ -149,6 +149,15 @@ def test_only_what_two_runs_have_is_drawn_against_cost(three, no_svg):
     assert cost_charts(report) == []
 
 
+@pytest.mark.slow
+def test_a_metric_of_runs_that_were_not_timed_leaves_the_axis_of_time_empty(three, no_svg):
+    of_sets = three.runs[0].metrics["fid"].model_copy(update={"baseline": None})  # it has no floor either
+    untimed = {"speed": None, "metrics": {**three.runs[0].metrics, "fid_to_16bit": of_sets}}
+    others = [run.model_copy(update={"name": f"{run.name} again", **untimed}) for run in three.runs[:2]]
+    drawings = cost_charts(three.model_copy(update={"runs": (*three.runs[:2], *others)}))
+    assert [drawing.key for drawing in drawings] == ["cost-bits", "cost-latency", "cost-memory"]
+
+
 def test_a_dot_for_every_image_in_order(three, no_svg):
     drawing = image_chart(three)
     for run in three.runs:

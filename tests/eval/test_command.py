@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from fluxq import tiny
 from fluxq.base.devices import instructions
 from fluxq.base.output import sole_writer
+from fluxq.calibrate.prompts import PromptRow, PromptSet
 from fluxq.cli import cli
 from fluxq.eval.metrics.schema import SCHEMA_VERSION, read_report
 from fluxq.eval.report.advice import advice
@@ -60,7 +62,7 @@ def evaluated(plain_checkpoint: Callable[[str], Path], tmp_path_factory) -> tupl
     return out, fluxq("eval", out, "--protocol", "standard", "--count", 16, "--num-inference-steps", 2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_eval_judges_every_arithmetic_with_every_metric(evaluated) -> None:
     out, done = evaluated
     assert done.exit_code == 0, done.output
@@ -82,7 +84,7 @@ def test_eval_judges_every_arithmetic_with_every_metric(evaluated) -> None:
     assert fluxq("verify", out).exit_code == 0  # its model card was extended
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_second_eval_makes_no_image_and_says_the_same(evaluated) -> None:
     out, _ = evaluated
     before = read_report(out / "eval" / "report.json")
@@ -95,7 +97,7 @@ def test_a_second_eval_makes_no_image_and_says_the_same(evaluated) -> None:
     assert after.model_copy(update={"created": before.created, "time": before.time}) == before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_report_joins_two_evaluations_of_one_model(evaluated, plain_checkpoint, tmp_path: Path) -> None:
     out, _ = evaluated
     other = Path(shutil.copytree(plain_checkpoint("int8"), out.parent / "tiny-int8"))
@@ -144,7 +146,7 @@ def test_a_look_says_what_was_seen_and_judges_nothing(evaluated) -> None:
     assert any("these have 16 x 16" in text for text in report.warnings)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_speed_is_joined_to_the_arithmetic_that_was_timed_and_to_no_other(evaluated, tmp_path: Path) -> None:
     out, _ = evaluated
     bench = fluxq("bench", out, "--rounds", 3, "--warmup", 1, "--num-inference-steps", 1, "--optimize")
@@ -179,7 +181,7 @@ def test_a_speed_is_joined_to_the_arithmetic_that_was_timed_and_to_no_other(eval
     assert f"quality not measured: {command}" in page
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_an_older_version_found_is_named_and_left_out(judged: Path, caplog) -> None:
     path, debug = judged / "eval" / "report.json", judged / "eval" / "debug.json"
     known = read_report(path).runs[0].provenance["checkpoint (SHA-256)"]
@@ -325,7 +327,7 @@ def test_a_checkpoint_in_a_read_only_folder_is_judged(quantized, monkeypatch) ->
     assert done.exit_code == 2 and ".eval.lock is in the way" in done.output, done.output
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bench_prepares_as_it_is_told_and_leaves_fp32_out_where_there_is_no_room(quantized, monkeypatch, caplog):
     monkeypatch.setattr(judge, "free_bytes", lambda device: 1_000_000)
     few = "--rounds", 3, "--warmup", 1, "--num-inference-steps", 1
@@ -344,7 +346,7 @@ def test_bench_prepares_as_it_is_told_and_leaves_fp32_out_where_there_is_no_room
     assert [row["side"] for row in json.loads(in_fp32.output)["rows"]] == ["16-bit", quantized.name]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_eval_as_json_is_the_report_and_step_caches_are_runs_beside_fewer_steps(quantized: Path) -> None:
     caches = ("--num-inference-steps", 4, "--cache", 1000, "--cache", "taylor_lite=2")
     done = fluxq("eval", quantized, *FEW, *caches, "--json")
@@ -429,6 +431,57 @@ def test_the_command_of_a_report_has_all_that_decides_its_figures() -> None:
     assert judge._command(subject) == f"fluxq eval out {words}"
 
 
+def test_nobodys_home_is_in_a_report(monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    options = judge.JudgeOptions(model="/home/someone/flux", weights="hub", fid_reference=Path("/home/someone/photos"))
+    reference, quantized = SimpleNamespace(folder="/home/someone/flux"), SimpleNamespace(name="out")
+    subject: Any = SimpleNamespace(options=options, reference=reference, quantized=quantized, output=Path("out"))
+    words = "--model '~/flux' --weights hub --fid-reference '~/photos'"  # which fluxq reads without a shell
+    assert judge._command(subject) == f"fluxq eval out {words}" and judge._source(subject) == "~/flux"
+
+
+@pytest.mark.parametrize(("count", "words"), [(2, []), (5, ["p.txt has 2 of the 5 prompts: they start over"])])
+def test_prompts_that_start_over_are_told(monkeypatch, count: int, words: list[str]) -> None:
+    monkeypatch.setattr(judge, "outputs_of", lambda _: ("images",))
+    monkeypatch.setattr(judge, "default_frames", lambda _: None)
+    prompts = PromptSet("p.txt", (PromptRow("a"), PromptRow("b")))
+    protocol = SimpleNamespace(name="smoke", count=count, seeds=1)
+    subject: Any = SimpleNamespace(protocol=protocol, prompts=prompts, folder=None, call={})
+    reference: Any = SimpleNamespace(images=[SimpleNamespace(shape=(3, 512, 512))])
+    warnings = judge._warnings(subject, reference)
+    assert len(warnings) == bool(words) and all(word in warnings[0] for word in words)
+
+
+def test_one_quantized_pipeline_is_in_memory_at_a_time(monkeypatch) -> None:
+    class Pipe:
+        """An open pipeline."""
+
+    alive, before = weakref.WeakSet(), []
+
+    def opened(_device: str) -> Pipe:
+        before.append(len(alive))
+        alive.add(pipe := Pipe())
+        return pipe
+
+    for name in ("follow", "drift", "served", "makes_video", "_named", "_size", "_origin", "_listed", "_gates"):
+        monkeypatch.setattr(judge, name, lambda *_, **__: {})
+    record = SimpleNamespace(**dict.fromkeys(("recipe", "identity", "model"), SimpleNamespace(name="", recipe="")))
+    record.model.digests = {}
+    side = SimpleNamespace(open=opened, fewer=None, cache=None, digest="")
+    options = judge.JudgeOptions(device="cpu")
+    known = {"options": options, "record": record, "reference": side, "quantized": side, "folder": None, "call": {}}
+    subject: Any = SimpleNamespace(items=[("a", 0)], **known)
+    sides: list[Any] = [side] * 3
+    assert len(judge._candidates(subject, sides, sides[0], 1, 1)) == 3
+    assert before == [0] * 5  # the 16-bit one twice, for the path and for its noise floor
+
+
+def test_the_velocity_error_can_be_named_among_the_metrics(quantized: Path) -> None:
+    options = judge.JudgeOptions(metrics=("velocity_error", "ssim"))
+    subject = judge.subject_of(quantized, options)
+    assert judge._metric_keys(subject, judge._networks(subject))[:2] == ["psnr", "ssim"]
+
+
 def test_a_report_of_what_was_not_evaluated_names_the_command(quantized: Path, tmp_path: Path) -> None:
     done = fluxq("report", quantized, "-o", tmp_path / "r.html")
     assert done.exit_code != 0 and "fluxq eval" in done.output
@@ -443,7 +496,7 @@ def test_a_damaged_report_is_named(evaluated, tmp_path: Path) -> None:
         assert done.exit_code != 0 and words in done.output and not (tmp_path / "r.html").exists()
 
 
-@pytest.mark.slow  # each engine starts processes of its own
+@pytest.mark.long  # each engine starts processes of its own
 def test_the_engines_give_one_report(quantized: Path, tmp_path: Path) -> None:
     starts = {"local": forked.run, "torchrun": partial(ranks.run, 2), "ray": forked.run}
     reports = {}

@@ -104,6 +104,20 @@ def test_nvidia_smi_is_asked_for_the_gpu_itself_and_triton_may_be_absent(monkeyp
     assert commands[0][:2] == ["nvidia-smi", "--id=GPU-1234"]
 
 
+def test_tf32_is_told_in_whatever_way_it_was_set(monkeypatch):
+    monkeypatch.setattr(machine, "describe", lambda device: {})
+    gpu = object.__new__(Gpu)
+    gpu.device, gpu.missing = torch.device("cuda"), ""
+    products = torch.backends.cuda.matmul
+    at_first = products.fp32_precision
+    try:
+        for word in ("tf32", "none"):
+            products.fp32_precision = word
+            assert gpu.conditions() == {"TF32 in matmul": str(word == "tf32")}
+    finally:
+        products.fp32_precision = at_first
+
+
 def test_other_devices_are_refused():
     with pytest.raises(ValueError, match="device 'mps': times are taken on cuda and on cpu"):
         machine_of("mps")

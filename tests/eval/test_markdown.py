@@ -9,8 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from fluxq.base.console import escaped
+from fluxq.commands import show
 from fluxq.eval.metrics.figures import count, duration, figure, limits, mark, share, size, stated
-from fluxq.eval.metrics.schema import Estimate, Report, Verdict
+from fluxq.eval.metrics.schema import Estimate, GateOutcome, Report, Verdict
 from fluxq.eval.report.markdown import markdown
 
 
@@ -30,6 +31,13 @@ def test_markdown_says_what_the_report_holds(three):
     assert "not given: the spread of 16 bit is 8 % of its median, above 5 %" in text
     assert "fluxq eval schnell-nvfp4 --protocol smoke" in text and "extends: nvfp4" in text and "abab" in text
     assert "> **Warning:** 16 prompts are a quick look" in text and "data:image" not in text
+
+
+def test_a_gate_that_identical_images_pass_is_not_called_unmeasured(three):
+    gates = tuple(GateOutcome(gate="psnr>=30", value=None, passed=passed) for passed in (True, False))
+    text = markdown(three.model_copy(update={"runs": (three.runs[0].model_copy(update={"gates": gates}),)}))
+    assert "gate `psnr>=30`: passed (identical)" in text and "gate `psnr>=30`: **FAILED** (not measured)" in text
+    assert [show.judged(gate) for gate in gates] == ["psnr>=30 (identical)", "psnr>=30 (not measured)"]
 
 
 def test_caches_stand_beside_fewer_steps_with_the_difference_in_their_order(three):
@@ -123,7 +131,7 @@ def test_sizes_and_shares():
     assert [share(value) for value in (0.123, -0.05, 19.704, None)] == ["12.3 %", "−5 %", "1970 %", "–"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_text_of_a_report_is_markup_in_its_markdown(three):
     """R21p: whatever a stranger's report.json says, each of its texts and names in turn."""
     evil, text, names, tried = "<img src=x>", three.model_dump_json(), set(), 0

@@ -237,6 +237,23 @@ def test_a_plug_in_is_a_metric_like_any_other(sample, monkeypatch):
     assert missing("brightness", sample.networks) is None
 
 
+def test_a_plug_in_is_loaded_once_for_all_runs(monkeypatch):
+    loaded = []
+
+    class Counted(Brightness):
+        def __init__(self, device):
+            loaded.append(device)
+
+    def offers():  # made anew by each look, as of entry points
+        return {"brightness": PluginSource("brightness", "bright 1.0", lambda: Counted)}
+
+    monkeypatch.setattr(module, "find_plugins", offers)
+    images, networks = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), Networks()
+    for seed in (1, 2):
+        metric_rows()["brightness"].measure(Sample(some(images), some(images, seed), networks))
+    assert loaded == ["cpu"]
+
+
 def test_a_broken_plug_in_takes_no_other_metric_with_it(sample, monkeypatch):
     def fail():
         raise ImportError("no library")

@@ -175,7 +175,7 @@ def test_inception_without_its_package_is_said_before_any_image_is_made(hub, mon
 
 
 def test_nobodys_home_is_in_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(module.Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     reason = Networks().lacks("lpips")
     assert "into ~/hub/checkpoints" in reason and str(tmp_path) not in reason
 

@@ -80,7 +80,7 @@ def without_charts(monkeypatch):
         monkeypatch.setattr(report, name, lambda *_: None)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [1, 3])
 def test_h1_page_refers_to_nothing_outside_itself(pages, runs):
     page = Page(pages[runs])
@@ -237,6 +237,7 @@ def test_broken_and_identical_runs_have_a_page(monkeypatch):
     verdicts = {name: Verdict(outcome=name, text=f"it is {name}") for name in ("identical", "broken")}
     identical = {
         "status": "identical",
+        "gates": (example_report.GateOutcome(gate="psnr>=30", value=None, passed=True),),
         "verdict": verdicts["identical"],
         "images": (same,) * 16,
         "metrics": {"psnr": psnr},
@@ -250,6 +251,7 @@ def test_broken_and_identical_runs_have_a_page(monkeypatch):
     first, second, third = example_report.example(3).runs
     runs = (first, second.model_copy(update=identical), third.model_copy(update=broken))
     text = Page(render(example_report.example(3).model_copy(update={"runs": runs}))).text
+    assert "✓ Passed psnr>=30 identical" in text
     assert "= Identical" in text and "✕ Broken" in text and "16 images hold NaN" in text and "NaN or infinity" in text
     assert "32 identical or broken images have no finite PSNR and are not drawn" in text
 
@@ -276,6 +278,7 @@ def test_untrusted_text_stays_text():
     assert json.loads(_script(html, "specs"))["images"]["layer"]
 
 
+@pytest.mark.slow
 def test_h2_json_round_trips_and_alone_draws_the_page(one, pages, tmp_path):
     path = write_report(tmp_path / "all.html", one)
     assert path == tmp_path / "all.html" and sorted(each.name for each in tmp_path.iterdir()) == [

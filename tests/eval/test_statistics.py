@@ -117,7 +117,7 @@ def test_coverage_where_seeds_share_a_prompt():
     assert naive < 0.88  # four images of a prompt are not four observations
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("prompts, seeds", [(256, 1), (64, 8)])
 def test_coverage_at_full_size(prompts, seeds):
     ours, naive = coverage(np.random.default_rng(prompts), trials=1000, prompts=prompts, seeds=seeds, resamples=1999)
@@ -145,11 +145,20 @@ def test_p_value_counts_prompts_and_not_images():
     assert p_value(noise.tolist() * 5, range(200)) < once / 5
 
 
+@pytest.mark.parametrize("differences", [[1.0, 1.1], [-0.3, 2.6, 1.2, 0.2, 1.5, 2.4, -0.9, 1.1]])
+def test_p_value_of_few_prompts_is_no_smaller_than_students(differences):
+    from scipy.stats import ttest_1samp
+
+    least = {2: 0.45, 8: 0.8 * ttest_1samp(differences, 0).pvalue}  # two prompts alike by chance are half of all
+    assert p_value(differences, range(len(differences))) > least[len(differences)]
+
+
 @pytest.mark.parametrize(
     "differences, prompts, expected",
     [
         ([0.0, 0.0, 0.0], "abc", 1.0),
         ([0.0, 0.0, math.inf], "abc", 1.0),
+        ([0.5, 0.5, 0.5], "abc", 1 / 10_000),
         ([1.0, math.nan, 2.0], "abc", math.nan),
         ([1.0, 2.0], "aa", math.nan),
         ([], "", math.nan),

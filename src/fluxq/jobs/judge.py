@@ -67,7 +67,7 @@ from fluxq.eval.metrics.evaluate import (
     measure_runs,
 )
 from fluxq.eval.metrics.metrics import metric_rows, missing
-from fluxq.eval.metrics.networks import Networks, find_networks
+from fluxq.eval.metrics.networks import Networks, find_networks, without_home
 from fluxq.eval.metrics.schema import (
     JSON_FILE,
     SCHEMA_VERSION,
@@ -208,7 +208,7 @@ def subject_of(output: Path, options: JudgeOptions, *, whole_videos: bool = Fals
     for gate in options.gates:
         parse_gate(gate)
     if options.metrics:
-        _require_known("metric", options.metrics, metric_rows())
+        _require_known("metric", options.metrics, {**metric_rows(), VELOCITY_ERROR: None})
     quantized = ModelFolder(output.name, output)
     require_safe(quantized)
     weights = memory.weight_bytes(folder, options.dtype)
@@ -737,6 +737,7 @@ def _metric_keys(subject: Subject, networks: Networks) -> list[str]:
     row, options = PROTOCOLS[subject.options.protocol], subject.options
     table, is_video = metric_rows(), makes_video(subject.folder)
     keys = list(options.metrics or [key for key in row.metrics or table if is_video or not table[key].only_video])
+    keys = [key for key in keys if key != VELOCITY_ERROR]  # which is taken of the steps in any case
     gated = [metric for gate in _gates(subject) if (metric := parse_gate(gate).metric) != VELOCITY_ERROR]
     for key in dict.fromkeys([*(keys if options.metrics or row.strict else ()), *gated]):
         why = missing(key, networks, is_video=is_video)
@@ -793,6 +794,7 @@ def _candidates(
         gates = () if is_fewer else _gates(subject)
         about = provenance | (listed if side.cache is None else {})
         candidates.append(Candidate(side, *identity, served(pipe, device), gates, about, along))
+        del pipe  # there may be room for one at a time
     return candidates
 
 
@@ -838,6 +840,9 @@ def _warnings(subject: Subject, reference: ImageFolder) -> list[str]:
     )
     if prompts.duplicates:
         warnings.append(f"{prompts.duplicates} of the prompts in {prompts.source} occur more than once")
+    if (whole := len(prompts.prompts)) < protocol.count:
+        start_over = "they start over with other noise, and intervals are over"
+        warnings.append(f"{prompts.source} has {whole} of the {protocol.count} prompts: {start_over} {whole}")
     frames, usual_frames = frames_in(subject.call), default_frames(subject.folder)
     if "audio" in outputs_of(subject.folder):
         warnings.append("the sound of the videos is not compared")
@@ -856,7 +861,7 @@ def _source(subject: Subject) -> str:
     """Return the name under which the 16-bit model is found again."""
     if subject.options.in_memory:
         return "a pipeline in memory"
-    return subject.reference.folder if subject.options.model else str(subject.record.model.source)
+    return without_home(subject.reference.folder if subject.options.model else str(subject.record.model.source))
 
 
 def _command(subject: Subject) -> str:
@@ -867,7 +872,7 @@ def _command(subject: Subject) -> str:
     for name in (*names, "weights", "clip", "fid_resize", "fid_reference"):
         value = getattr(options, name)
         if value != getattr(default, name) and not (name == "model" and options.in_memory):
-            words += [f"--{name.replace('_', '-')}", str(value)]
+            words += [f"--{name.replace('_', '-')}", without_home(str(value))]
     words += [word for cache in options.cache for word in ("--cache", cache)]
     words += [word for gate in options.gates for word in ("--gate", gate)]
     words += ["--backends", ",".join(options.backends)] if options.backends else []
