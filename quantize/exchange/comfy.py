@@ -301,7 +301,8 @@ _WORDS = {
     **{"nvfp4": "nvfp4", "mxfp8": "mxfp8", "fp8_tensor": "float8_e4m3fn"},
     **{"int8": "int8_tensorwise", "int8 static": "int8_tensorwise"},
 }
-_TOKENIZERS = ("spiece_model", "tekken_model", "tokenizer_json")  # bytes that text encoders have beside their weights
+# Beside the weights of text encoders: bytes of their tokenizers, and a number that ComfyUI saves with every one.
+_OF_ENCODERS = ("spiece_model", "tekken_model", "tokenizer_json", "logit_scale")
 DIALECT = Dialect(
     "comfy",
     "ComfyUI's single files",
@@ -310,7 +311,7 @@ DIALECT = Dialect(
     marks=(by_tensor("comfy_quant"), lambda model: "_quantization_metadata in the header" if _entries(model) else ""),
     doubts=_doubts,
     unsettled=(_LOW_NIBBLES,),
-    signs=_TOKENIZERS,
+    signs=_OF_ENCODERS,
     suffixes=("comfy_quant", "weight_zeros", *comfy_int4.SUFFIXES),
     has_codes=partial(has_codes, sizes=(2, 4)),  # svdquant_w4a4 in tiles has four
     entry=_entry,

@@ -268,20 +268,26 @@ ROWS = (
 
 def _entry(model: Headers, name: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
     config = model.quantization
-    groups = config.get("config_groups")
+    groups, of_all = config.get("config_groups"), None
     for group in groups.values() if isinstance(groups, dict) else ():
-        targets = group.get("targets") if isinstance(group, dict) else None
-        for target in targets if isinstance(targets, list) else ():
-            if target in ("Linear", name) or (isinstance(target, str) and _is_target(target, name)):
-                return {"format": config.get("format"), **{k: v for k, v in group.items() if v is not None}} | {
-                    "input_activations": group.get("input_activations")
-                }
+        listed = group.get("targets") if isinstance(group, dict) else None
+        targets = listed if isinstance(listed, list) else []
+        if any(target == name or (isinstance(target, str) and _is_target(target, name)) for target in targets):
+            return _of_group(config, group)
+        of_all = of_all or (group if "Linear" in targets else None)
+    if of_all is not None:  # a group that names the layer comes before
+        return _of_group(config, of_all)
     if not groups:
         raise ValueError(
             "its own config.json says how it is quantized, and is not there, nor does a base say it; get the folder, "
             "not the file alone"
         )
     raise ValueError(f"no config group of config.json is for {name}; the folder is not whole")
+
+
+def _of_group(config: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {key: value for key, value in group.items() if value is not None}
+    return {"format": config.get("format"), **settings, "input_activations": group.get("input_activations")}
 
 
 def _is_target(target: str, name: str) -> bool:

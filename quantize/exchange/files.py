@@ -135,8 +135,8 @@ class ModelFile(Headers):
     @cached_property
     def dtype(self) -> torch.dtype:
         """The 16-bit dtype that most of the denoiser's other tensors and biases have: scales may be in either."""
-        plain = {*self.plain}
-        counted = (name for name in self.stored if name in plain or name.endswith(".bias"))
+        plain, others = {*self.plain}, {*self.others}
+        counted = (name for name in self.stored if name in plain or (name.endswith(".bias") and name not in others))
         return most_of_16_bit([self.stored[name].dtype for name in counted])
 
     @property
@@ -249,7 +249,7 @@ def _open_file(path: Path) -> ModelFile:
     with path.open("rb") as stream:
         head = stream.read(4)
     if head == b"GGUF":
-        return ModelFile(path, [GGUFFile(path)], "GGUF file", {})
+        return ModelFile(path, [GGUFFile(path)], "GGUF file", _config_beside(path))
     if path.name.endswith(".safetensors.index.json"):
         files = indexed_files(path)
         _require_inside(path.parent, files)

@@ -169,10 +169,18 @@ def _target(path: Path, base: Path | None, component: str, model: ModelFile) -> 
         config["_class_name"] = model.family.model
     class_name = next(iter(class_names(config)), None)
     if class_name is None:
-        raise ValueError(f"{model.path}: does not say the model's configuration; give the 16-bit model as --base")
-    library = "diffusers" if hasattr(importlib.import_module("diffusers"), class_name) else "transformers"
+        cure = "give the 16-bit model as --base"
+        if base is not None:
+            cure = f"nor does {base}; give the folder of the 16-bit model, whose config.json says it, as --base"
+        raise ValueError(f"{model.path}: does not say the model's configuration; {cure}")
+    libraries = [name for name in ("diffusers", "transformers") if hasattr(importlib.import_module(name), class_name)]
+    if not libraries:
+        raise ValueError(
+            f"{model.path}: {class_name} is no class of diffusers or transformers; give the 16-bit model in diffusers' "
+            "layout as --base"
+        )
     config.pop("quantization_config", None)
-    return _Target(component, library, class_name, config, None)
+    return _Target(component, libraries[0], class_name, config, None)
 
 
 def _of_pipeline(folder: ModelFolder, component: str) -> _Target:

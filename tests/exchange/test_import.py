@@ -47,7 +47,7 @@ def layers(model: torch.nn.Module) -> dict[str, QuantLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dialect", "scheme"),
     [
@@ -180,6 +180,12 @@ def test_a_file_that_says_nothing_needs_a_base(base, tmp_path) -> None:
     marked, bare = made(tmp_path / "a", "comfy", NVFP4), made(tmp_path / "b", "comfy", NVFP4, marked=False)
     with pytest.raises(ValueError, match="does not say the model's configuration; give the 16-bit model as --base"):
         import_model(marked, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"nor does .*pytorch_model\.safetensors; give .* whose config\.json says it"):
+        import_model(marked, tmp_path / "out", base / "diffusion_pytorch_model.safetensors")
+    original = write_base(tmp_path / "original")
+    (original / "config.json").write_text('{"_class_name": "WanModel"}')  # as the authors' repository has it
+    with pytest.raises(ValueError, match="WanModel is no class of diffusers or transformers; give the 16-bit model in"):
+        import_model(marked, tmp_path / "out", original)
     (bare.parent / "config.json").write_text((base / "config.json").read_text())
     with pytest.raises(ValueError, match="`--base` proves them; without it `fluxq import` would guess"):
         import_model(bare.parent, tmp_path / "out")
@@ -268,6 +274,7 @@ def test_a_matrix_that_stands_on_its_side_is_refused(tmp_path) -> None:
         import_model(path, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_the_command_imports_a_folder_by_itself(tmp_path) -> None:
     made(tmp_path, "modelopt", NVFP4)
     out = tmp_path / "out"

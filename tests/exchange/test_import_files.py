@@ -304,6 +304,12 @@ def test_the_denoiser_of_a_whole_checkpoint_is_imported_and_the_rest_named(tmp_p
     )
 
 
+def test_the_dtype_of_a_denoiser_is_none_of_what_lies_beside_it(tmp_path) -> None:
+    cast = {f"{CHECKPOINT_PREFIX}img_in.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}
+    save_file(cast | {f"{T5}.q.bias": torch.ones(4).half()}, tmp_path / "x.safetensors")
+    assert open_model(tmp_path / "x.safetensors").dtype == torch.bfloat16
+
+
 def test_a_whole_checkpoint_of_which_only_another_component_is_quantized_is_refused(tmp_path) -> None:
     state = {CHECKPOINT_PREFIX + whole: torch.zeros(4, 4).bfloat16() for whole in ("img_in.weight", "txt_in.weight")}
     save_file(state | encoder(), tmp_path / "x.safetensors")
@@ -563,6 +569,7 @@ def test_a_bias_that_the_model_lacks_is_left_out_where_it_is_0_and_else_refused(
 def test_a_text_encoder_for_comfyui_may_carry_its_tokenizer(tmp_path) -> None:
     base = TINY / "text_encoder_2"
     tensors = {"scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn), "spiece_model": torch.zeros(9, dtype=torch.uint8)}
+    tensors["logit_scale"] = torch.tensor(4.6055)  # which ComfyUI saves with every text encoder
     for name, tensor in load_file(base / "model.safetensors").items():
         is_main = name.endswith(("SelfAttention.q.weight", "wo.weight"))
         tensors |= {name: tensor.to(torch.float8_e4m3fn) if is_main else tensor}

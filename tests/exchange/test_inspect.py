@@ -97,6 +97,7 @@ def test_what_is_right_is_told_and_proved(dialect, scheme, base, tmp_path) -> No
 # --- what else is wrong with files; the fifteen traps are in test_traps.py
 
 
+@pytest.mark.slow
 def test_rows_of_a_fused_layer_in_another_order(base, tmp_path) -> None:
     state = base_state()
     for order, said in (("kqv", "to_k, to_q, to_v"), ("qvk", "to_q, to_v, to_k")):
@@ -109,6 +110,7 @@ def test_rows_of_a_fused_layer_in_another_order(base, tmp_path) -> None:
         assert (fault.kind, fault.layer) == ("rows in another order", QKV) and said in fault.what
 
 
+@pytest.mark.slow
 def test_halves_of_the_last_modulation_swapped(base, tmp_path) -> None:
     state = base_state()
     name = "norm_out.linear.weight"
@@ -201,7 +203,7 @@ UNLIKE: dict[str, tuple[str, Break, str]] = {
 }
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", UNLIKE)
 def test_what_is_not_the_bases_is_wrong_and_is_not_imported(case, base, tmp_path) -> None:
     scheme, broken, kind = UNLIKE[case]
@@ -316,6 +318,7 @@ def modelopts(folder: Path) -> Path:
     return done
 
 
+@pytest.mark.slow
 def test_what_marks_contradict_is_decided_by_the_base_or_refused(base, tmp_path) -> None:
     folder = modelopts(tmp_path)
     with pytest.raises(ValueError, match="`--base` proves them; without it `fluxq import` would guess"):
@@ -382,6 +385,7 @@ def test_padded_tiles_and_swapped_nibbles_together_are_mended(base, tmp_path) ->
     assert set(map(tuple, done.mended.values())) == {both, both[:1]} and max(done.errors.values()) < 0.2
 
 
+@pytest.mark.slow
 def test_a_mend_that_leaves_another_weight_is_refused(base, tmp_path) -> None:
     file = made(tmp_path / "a", "comfy", NVFP4)
     narrow, g = load_file(file), torch.Generator().manual_seed(0)
@@ -642,6 +646,8 @@ def test_a_gguf_file_is_read_without_its_package(tmp_path, monkeypatch) -> None:
     assert report.dialect == "gguf" and report.layers[0].format == "Q8_0"
     assert report.layers[0].bits_per_weight == 8.5
     assert [(fault.kind, fault.is_error) for fault in report.faults if fault.layer] == [("not decoded", False)]
+    path.with_name("model.config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
+    assert open_models(path)[""].config == {"_class_name": "FluxTransformer2DModel"}
 
 
 def test_a_damaged_gguf_file_is_a_value_error(tmp_path) -> None:
@@ -663,7 +669,7 @@ def test_a_damaged_gguf_file_is_a_value_error(tmp_path) -> None:
             GGUFFile(path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_is_that_of_a_layer(tmp_path) -> None:
     """A model of 0.6 GB and its base of 1.2 GB are compared within 0.5 GB beside the program itself."""
     n, count = 4096, 36

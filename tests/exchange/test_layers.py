@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -443,6 +444,13 @@ def test_what_files_say_beside_tensors_is_what_the_producers_say() -> None:
             said = {k: v for k, v in theirs["config_groups"]["group_0"][side].items() if k != "observer"}
             assert ours["config_groups"]["group_0"][side] == said, (name, side)
         assert all(ours[key] == theirs[key] for key in ("format", "quant_method", "ignore", "quantization_status"))
+
+
+def test_a_group_that_names_a_layer_comes_before_one_of_all_linears() -> None:
+    groups = {"all": {"targets": ["Linear"], "format": "a"}, "some": {"targets": ["re:.*wo$"], "format": "b"}}
+    model: Any = SimpleNamespace(quantization={"config_groups": groups})
+    entry = DIALECTS["compressed_tensors"].entry
+    assert [entry(model, name, {})["format"] for name in ("block.wi", "block.wo")] == ["a", "b"]
 
 
 def test_configurations_of_several_kinds_of_layers() -> None:

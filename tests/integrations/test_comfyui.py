@@ -380,6 +380,17 @@ def test_tensors_of_quantized_layers_are_shapes_and_the_rest_is_as_it_was() -> N
     }
 
 
+@pytest.mark.parametrize("name", ["add_patches", "add_hook_patches", "get_key_patches"])
+def test_a_model_takes_no_lora_and_goes_into_no_merge(name, tmp_path, monkeypatch) -> None:
+    doubles(monkeypatch, tmp_path)
+    module: Any = ModuleType("comfy.model_patcher")
+    module.ModelPatcher = type("ModelPatcher", (), {"get_key_patches": lambda self, prefix: {}})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys.modules["comfy"], "model_patcher", module, raising=False)
+    with pytest.raises(ValueError, match="no LoRA or merge goes into quantized layers here"):
+        getattr(load._patcher_class()(), name)("diffusion_model.")
+
+
 def test_compare_gives_both_models_one_noise_and_tells_the_error(tmp_path, monkeypatch) -> None:
     calls = doubles(monkeypatch, tmp_path)
     a, b = (SimpleNamespace(model=nn.Linear(1, 1), error=error) for error in (0.0, 0.1))

@@ -198,7 +198,7 @@ def _patcher_class() -> type:
     import comfy.model_patcher  # pyright: ignore[reportMissingImports]
 
     class FluxqPatcher(comfy.model_patcher.ModelPatcher):
-        """ComfyUI's handle on a model; one of fluxq takes no LoRA."""
+        """ComfyUI's handle on a model; one of fluxq takes no LoRA, and gives no weights to a merge."""
 
         def add_patches(self, *args: Any, **kwargs: Any) -> Any:
             raise ValueError(
@@ -206,7 +206,7 @@ def _patcher_class() -> type:
                 "quantize MODEL --lora FILE), or take its node off this model"
             )
 
-        add_hook_patches = add_patches
+        add_hook_patches = get_key_patches = add_patches
 
     return FluxqPatcher
 
