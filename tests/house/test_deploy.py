@@ -31,6 +31,13 @@ def test_the_image_serves_as_nobody_and_without_what_makes_checkpoints() -> None
     assert commands[0] == ["fluxq", "serve"]
 
 
+def test_the_image_is_built_of_the_package_alone() -> None:
+    copied = {name for line in re.findall(r"^COPY (?!--)(.+) \S+$", DOCKERFILE, re.MULTILINE) for name in line.split()}
+    links = {file.name for file in (ROOT / "src" / "fluxq").iterdir() if file.is_symlink()}
+    assert copied == {"pyproject.toml", "setup.py", "README.md", "LICENSE", "src", *links}
+    assert all((ROOT / name).exists() for name in copied)
+
+
 def test_options_and_ports_are_the_servers() -> None:
     known = {option: parameter for parameter in cli.commands["serve"].params for option in parameter.opts}
     (pod,) = [each for each in MANIFESTS if each["kind"] == "Deployment"]
@@ -40,6 +47,8 @@ def test_options_and_ports_are_the_servers() -> None:
     assert container["ports"][0]["containerPort"] == known["--port"].default == 8000
     probes = [container[name]["httpGet"]["path"] for name in ("readinessProbe", "livenessProbe")]
     assert probes == ["/ready", "/health"] and container["securityContext"]["readOnlyRootFilesystem"]
+    waits = container["lifecycle"]["preStop"]["exec"]["command"]  # or a balancer asks a port that is closed
+    assert waits[0] == "sleep" and int(waits[1]) < pod["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     volumes = {each["name"] for each in pod["spec"]["template"]["spec"]["volumes"]}
     assert {each["name"] for each in container["volumeMounts"]} == volumes
 

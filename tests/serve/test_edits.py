@@ -15,7 +15,7 @@ from served import ask, events, running
 pytest.importorskip("fastapi")
 pytest.importorskip("python_multipart")
 
-from fluxq.serve.api import Limits, source_of
+from fluxq.serve.api import EditRequest, Limits, of_form, source_of
 
 EDITS = "/v1/images/edits"
 CALL = {"width": 16, "height": 16, "max_sequence_length": 8, "guidance_scale": 1.0}
@@ -68,6 +68,21 @@ def test_a_photo_is_used_upright() -> None:
     assert source_of(file.getvalue(), Limits()).width == 4  # its EXIF data cannot be read
 
 
+def test_gray_of_16_bits_is_as_light_as_that_of_8() -> None:
+    file = io.BytesIO()
+    Image.new("I;16", (2, 1), 0x8080).save(file, "PNG")
+    assert source_of(file.getvalue(), Limits()).pixels == b"\x80" * 6
+
+
+@pytest.mark.parametrize(
+    "fields", [{"lora": '{"name": "style", "scale": 0.5}'}, {"lora[name]": "style", "lora[scale]": "0.5"}]
+)
+def test_an_adapter_comes_as_json_or_as_openais_client_writes_it(fields: dict[str, str]) -> None:
+    lora = of_form(EditRequest, {"prompt": "a", **fields}).lora
+    assert lora is not None and (lora.name, lora.scale) == ("style", 0.5)
+
+
+@pytest.mark.slow
 def test_an_edited_image_is_the_one_of_diffusers_image_to_image(server: Any, int8: Path) -> None:
     from diffusers import FluxImg2ImgPipeline
 

@@ -18,6 +18,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from click.testing import CliRunner
@@ -54,6 +55,7 @@ def image_in(row: dict[str, Any]) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(row["b64_json"])))
 
 
+@pytest.mark.slow
 def test_images_in_turns_are_the_bytes_of_the_pipeline_alone(server: Any, alone: Any) -> None:
     long = {"prompt": "a red three on black", "seed": 7, "num_inference_steps": 20}
     changes = {"num_inference_steps": 2, "deadline_ms": 1, "n": 2}
@@ -177,6 +179,7 @@ def test_an_image_is_let_go_at_the_next_step_when_its_client_leaves(server: Any)
     assert metric(server, "fluxq_cancelled_images_total") == 2
 
 
+@pytest.mark.slow
 def test_nothing_of_a_prompt_is_logged(server: Any, caplog, capfd) -> None:
     caplog.set_level(logging.DEBUG)
     secret = "a heliotrope three on black and much more than the encoder reads"
@@ -196,6 +199,8 @@ def test_a_request_that_would_wait_too_long_is_told_when_to_come(int8: Path) -> 
         assert status == 429 and int(headers["Retry-After"]) >= 1 and "predicted wait" in answer["error"]["message"]
         status, _, answer = ask(server, IMAGES, long | {"n": 3})
         assert status == 429 and "queue is full" in answer["error"]["message"]
+        status, _, answer = ask(server, IMAGES, long | {"n": 4})
+        assert status == 400 and answer["error"]["message"] == "n is 4, 3 at most"
         assert events(first.result()[2])[-1]["type"] == "image_generation.completed"
         assert ask(server, IMAGES, long | {"num_inference_steps": 2})[0] == 200
 
@@ -252,7 +257,7 @@ def test_adapters_that_are_links_keep_their_names(lora_file: Any, tmp_path: Path
     assert _adapters(tmp_path) == {"style": str(tmp_path / "style.safetensors")}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_checkpoints_take_turns_in_the_memory_that_there_is(int8: Path, plain_checkpoint, tmp_path: Path) -> None:
     (tmp_path / "more").symlink_to(int8)
     other, body = plain_checkpoint("nvfp4"), {"prompt": PROMPT, "seed": 1, "num_inference_steps": 2}
@@ -286,7 +291,7 @@ def test_a_checkpoint_is_loaded_and_unloaded_while_others_are_served(int8: Path,
         assert ask(server, "/ready")[0] == ask(server, IMAGES, {"prompt": PROMPT})[0] == 503
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_worker_that_is_killed_costs_the_image_that_it_made_and_no_other(int8: Path, alone: Any) -> None:
     body = {"prompt": PROMPT, "seed": 4}
     with running(int8, in_process=False) as server, ThreadPoolExecutor() as pool:
@@ -343,7 +348,7 @@ def test_a_server_is_equivalent_to_its_checkpoint(int8: Path, tmp_path: Path, jo
         assert found["exit_code"] == 0 and found["identical"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_is_judged_against_another(int8: Path, plain_checkpoint: Any, tmp_path: Path) -> None:
     with running(int8) as server, running(int8) as again, running(plain_checkpoint("int4")) as other:
         same, worse = (gated(server.address, each.address, tmp_path / each.address[-5:]) for each in (again, other))
@@ -427,11 +432,38 @@ def test_heads_and_bodies_are_bounded_before_anybody_is_known(server: Any, monke
     status, _, answer = ask(server, IMAGES, long, "first-key")
     assert status == 413 and "524288" in answer["error"]["message"]
     assert ask(server, f"{IMAGES}/", {"prompt": "a"}, "first-key")[0] == 404
+    idle = HTTPConnection(host, int(port), timeout=60)
+    idle.request("GET", "/health")
+    assert idle.getresponse().read()
     monkeypatch.setattr("fluxq.serve.server._SILENT", 0.5)
     assert said(b"GET /hea") == b""
+    idle.request("GET", "/health")
+    assert idle.getresponse().read()
+    idle.close()
 
 
-@pytest.mark.slow
+def test_connections_are_kept_for_longer_than_balancers_keep_theirs() -> None:
+    from types import SimpleNamespace
+
+    from fluxq.serve.metrics import Metrics
+    from fluxq.serve.server import ServeOptions, Server, _is_silent
+
+    server: Any = Server.__new__(Server)
+    server.options, server._keys, server._admin_keys = ServeOptions([]), (), ()
+    server._put(None, Metrics())
+    assert server._uvicorn.config.timeout_keep_alive > 600
+    unread = [0]
+    connection = SimpleNamespace(cycle=SimpleNamespace(response_complete=True), timeout_keep_alive_task="of uvicorn's")
+    connection.transport = SimpleNamespace(get_write_buffer_size=lambda: unread[0])
+    assert not _is_silent(connection)
+    unread[0] = 1
+    assert _is_silent(connection)
+    unread[0] = 0
+    connection.timeout_keep_alive_task = None  # half a head has come
+    assert _is_silent(connection)
+
+
+@pytest.mark.long
 def test_files_that_were_changed_are_not_served_under_the_old_digest(
     int8: Path, plain_checkpoint: Any, tmp_path: Path
 ) -> None:
@@ -445,7 +477,7 @@ def test_files_that_were_changed_are_not_served_under_the_old_digest(
         assert status == 503 and "cannot be loaded now" in answer["error"]["message"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_worker_that_hangs_holds_up_no_second_signal(int8: Path) -> None:
     command = [sys.executable, "-m", "fluxq", "serve", str(int8), "--port", "0", "--device", "cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -510,6 +542,68 @@ def test_a_worker_ends_at_once_with_its_front(tmp_path: Path) -> None:
     until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 30)
 
 
+def test_a_worker_hears_no_signal_before_it_ignores_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+    import multiprocessing
+    from types import SimpleNamespace
+
+    from fluxq.serve.process import Apart
+    from fluxq.serve.worker import Settings
+
+    signals, blocked = {signal.SIGINT, signal.SIGTERM}, list[set[Any]]()
+
+    def process(**_: object) -> Any:
+        return SimpleNamespace(start=lambda: blocked.append(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+
+    spawning = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=process)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: spawning)
+    monkeypatch.setattr(Apart, "_answer", lambda self: None)
+    asyncio.run(Apart(Settings({})).start())
+    assert signals <= blocked[0] and not signals & signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_a_worker_ignores_signals_and_lets_its_own_programs_have_them() -> None:
+    code = """
+import signal
+from types import SimpleNamespace
+from fluxq.serve import process
+
+signal.pthread_sigmask(signal.SIG_BLOCK, process._SIGNALS)
+process.Worker = lambda settings: None
+process._work(SimpleNamespace(send=print, recv=lambda: (_ for _ in ()).throw(EOFError)), None, 0)
+print([signal.getsignal(each).name for each in process._SIGNALS], signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+"""
+    assert forked.run("-c", code).stdout.splitlines()[-1] == "['SIG_IGN', 'SIG_IGN'] set()"
+
+
+def test_the_16_bit_model_is_that_of_the_recorded_commit_without_a_lora(tmp_path: Path, monkeypatch) -> None:
+    from fluxq.base.model import ModelFolder
+    from fluxq.serve.server import original_of
+
+    calls, plan = [], {"model": {"source": "me/model", "revision": "abc"}, "loras": []}
+
+    def resolve(source: str, *, revision: str | None, local_files_only: bool) -> ModelFolder:
+        calls.append((source, revision, local_files_only))
+        return ModelFolder(source, tmp_path)
+
+    monkeypatch.setattr("fluxq.base.model.resolve_model", resolve)
+    (tmp_path / "fluxq_plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    for given in (None, "me/model", "me/other"):
+        assert original_of(str(tmp_path), given) == tmp_path
+    assert calls == [("me/model", "abc", True), ("me/model", "abc", True), ("me/other", None, True)]
+    (tmp_path / "fluxq_plan.json").write_text(json.dumps(plan | {"loras": [{"file": "a"}]}), encoding="utf-8")
+    with pytest.raises(FileNotFoundError, match=r"has a LoRA fused into it.*fuse_lora"):
+        original_of(str(tmp_path))
+    assert original_of(str(tmp_path), "me/fused") == tmp_path
+
+
+def test_an_address_of_another_machine_is_said_to_be_that() -> None:
+    from fluxq.serve.server import bound
+
+    with pytest.raises(OSError, match=r"192\.0\.2\.1 .* no address of this machine.*give another --host"):
+        bound("192.0.2.1", 0)
+
+
 def test_prompts_that_print_alike_are_kept_apart() -> None:
     from types import SimpleNamespace
 
@@ -566,6 +660,26 @@ def test_what_fails_keeps_nothing_of_what_it_computed() -> None:
     assert computed[0]() is None
     sent = portable(raised.value)
     assert type(sent) is torch.OutOfMemoryError and sent.__traceback__ is None
+
+
+def test_a_gpu_that_computes_nothing_more_ends_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from fluxq.serve.orders import Order, WorkerDied
+    from fluxq.serve.worker import Settings, Worker
+
+    def fails(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered\nmore")
+
+    worker: Any = Worker.__new__(Worker)
+    worker.settings = Settings({}, "cuda")
+    making: Any = SimpleNamespace(order=Order(1, "A", "p", 1, {}), result=fails)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr("fluxq.serve.worker.parent_process", object)  # as in one that the server started
+    assert isinstance(worker._last(making).error, RuntimeError)  # of this image alone
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    with pytest.raises(WorkerDied, match=r"lost its GPU: CUDA error: device-side assert triggered$"):
+        worker._last(making)
 
 
 @pytest.mark.slow

@@ -130,6 +130,8 @@ def of_form(kind: type[AnyRequest], fields: Mapping[str, str]) -> AnyRequest:
             values["lora"] = json.loads(values["lora"])
         except (ValueError, RecursionError):
             raise Refused('lora: write JSON, as in {"name": "style", "scale": 1}', "lora") from None
+    elif lora := {name[5:-1]: values.pop(name) for name in fields if re.fullmatch(r"lora\[\w+\]", name)}:
+        values["lora"] = lora  # as OpenAI's client writes it
     return kind.model_validate(values, strict=False)
 
 

@@ -8,10 +8,11 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,6 +20,7 @@ from fluxq.base.console import first_line, logger, set_verbosity
 from fluxq.serve.orders import Order, Quantum, WorkerDied
 from fluxq.serve.worker import Settings, Worker
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _END_SECONDS = 10.0  # for a step that still runs
 _HANGS = 900.0  # seconds without an answer, after which it is ended: a step of a large image takes minutes on a CPU
 
@@ -38,7 +40,8 @@ class Apart:
         self._connection, theirs = spawning.Pipe()
         arguments = theirs, self.settings, logger.level
         self._process = spawning.Process(target=_work, args=arguments, name="fluxq worker", daemon=True)
-        self._process.start()
+        with _deaf():
+            self._process.start()
         theirs.close()
         await self._threaded(self._answer)
 
@@ -108,10 +111,26 @@ class Apart:
         return WorkerDied(f"the worker {how}")
 
 
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Let a process that is started meanwhile hear no signals until it ignores them: Ctrl-C is sent to it, too."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    resource_tracker.ensure_running()  # else it starts with the process, and lets signals in
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _work(connection: Connection, settings: Settings, level: int) -> None:
     """Do what the front asks, until it is gone."""
-    for each in (signal.SIGINT, signal.SIGTERM):  # the front ends it, when it has finished
+    for each in _SIGNALS:  # the front ends it, when it has finished
         signal.signal(each, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     threading.Thread(target=_end_with_front, daemon=True).start()
     set_verbosity(0)
     logger.setLevel(level)

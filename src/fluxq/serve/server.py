@@ -36,9 +36,14 @@ from fluxq.serve.worker import Settings
 
 _HEADERS = 1 << 16  # bytes of a request's head
 _SILENT = 30  # seconds for a whole one
+_IDLE = 620  # seconds between two requests: a balancer closes first, Google's after 600, or it would ask a closed one
 _UNREAD = 20  # seconds in which an answer is to be read, at the end
 _BACKLOG = 2048  # connections that wait to be taken
-_PORTS = {errno.EADDRINUSE: "is in use: give another --port", errno.EACCES: "is not for you: give one above 1023"}
+_PORTS = {
+    errno.EADDRINUSE: "is in use: give another --port",
+    errno.EACCES: "is not for you: give one above 1023",
+    errno.EADDRNOTAVAIL: "cannot be taken: that is no address of this machine; give another --host, such as 0.0.0.0",
+}
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ class Server:
     def _put(self, app: Any, metrics: Metrics) -> None:
         """Put an application behind the guard and the port."""
         guarded = Guard(app, self._keys, self._admin_keys, limits_of(self.options).body, metrics.answered)
-        how = {"http": "h11", "h11_max_incomplete_event_size": _HEADERS, "lifespan": "on"}
+        how = {"http": "h11", "h11_max_incomplete_event_size": _HEADERS, "lifespan": "on", "timeout_keep_alive": _IDLE}
         self._uvicorn = Uvicorn(guarded, self._is_busy, self._say_ending, self._give_up, **how)
 
     @property
@@ -287,9 +292,11 @@ def checked(options: ServeOptions) -> Checked:
 
 
 def _is_silent(connection: Any) -> bool:
-    """Tell whether a connection is not in the middle of a request that was understood."""
+    """Tell whether a connection is neither in the middle of a request that was understood nor idle, its answer read."""
     cycle = getattr(connection, "cycle", None)
-    return cycle is None or cycle.response_complete
+    is_answered = getattr(connection, "timeout_keep_alive_task", None) is not None
+    is_idle = is_answered and not connection.transport.get_write_buffer_size()
+    return not is_idle and (cycle is None or cycle.response_complete)
 
 
 def dispatcher_of(options: ServeOptions, checked: Checked, hands: Hands) -> Dispatcher:
@@ -303,7 +310,9 @@ def dispatcher_of(options: ServeOptions, checked: Checked, hands: Hands) -> Disp
 
 def limits_of(options: ServeOptions) -> Limits:
     """Return the bounds of a request."""
-    return Limits(pixels=options.max_pixels, steps=options.max_steps, pixel_steps=options.max_pixel_steps)
+    images = min(Limits.images, options.max_queue)  # more would be refused as "the queue is full", however empty
+    sizes = {"pixels": options.max_pixels, "steps": options.max_steps, "pixel_steps": options.max_pixel_steps}
+    return Limits(images=images, **sizes)
 
 
 def names_of(outputs: Sequence[str]) -> dict[str, str]:
@@ -340,17 +349,31 @@ def _originals(names: Mapping[str, str], options: ServeOptions) -> dict[str, str
 def original_of(folder: str, given: str | None = None) -> Path:
     """Return the folder of the 16-bit pipeline that a checkpoint was made from, or of the given one.
 
-    Raises OSError where it is not on this machine.
+    Raises OSError where it is not on this machine, or lacks a LoRA that was fused into the checkpoint.
     """
     from fluxq.base.model import resolve_model
     from fluxq.base.output import PLAN_FILE
 
     plan = Path(folder) / PLAN_FILE
-    recorded = read_json(plan).get("model") if plan.is_file() else None
-    source = given or (recorded.get("source") if isinstance(recorded, dict) else None)
+    record = read_json(plan) if plan.is_file() else {}
+    recorded = record["model"] if isinstance(record.get("model"), dict) else {}
+    source, revision = given or recorded.get("source"), None
     if not isinstance(source, str):
         raise FileNotFoundError(f"{folder} does not say what it was made from")
-    return resolve_model(source, local_files_only=True).path.resolve()
+    if _place_of(source) == _place_of(recorded.get("source")):
+        if record.get("loras"):
+            raise FileNotFoundError(
+                f"{folder} has a LoRA fused into it, which {source} lacks: save that with the LoRA (fuse_lora, "
+                "unload_lora_weights, save_pretrained)"
+            )
+        revision = recorded["revision"] if isinstance(recorded.get("revision"), str) else None
+    return resolve_model(source, revision=revision, local_files_only=True).path.resolve()
+
+
+def _place_of(model: object) -> object:
+    """Return the whole path of a model's folder, and any other name as it is."""
+    path = Path(model).expanduser() if isinstance(model, str) else None
+    return path.resolve() if path is not None and path.is_dir() else model
 
 
 def _original_name(folder: str) -> str:

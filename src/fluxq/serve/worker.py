@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from multiprocessing import parent_process
 from pathlib import Path
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from PIL import Image
 
 from fluxq.base.console import first_line, logger
 from fluxq.serve.joined import Meeting, meet, shared_by
-from fluxq.serve.orders import Busy, Facts, NotFinite, NotLoaded, Order, Picture, Quantum, Refused
+from fluxq.serve.orders import Busy, Facts, NotFinite, NotLoaded, Order, Picture, Quantum, Refused, WorkerDied
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,7 +131,7 @@ class Worker:
             tell(self._last(each))
 
     def _last(self, making: _Making) -> Quantum:
-        """Return the last quantum of an image, with what was measured of a shadow."""
+        """Return the last quantum of an image, with what was measured of a shadow; `WorkerDied` where a GPU is lost."""
         order = making.order
         try:
             last, made = making.result()
@@ -141,6 +142,7 @@ class Worker:
                 self._kept[order.number] = made
             return replace(last, measured=measured)
         except Exception as error:
+            _require_gpu(self.settings.device)
             return Quantum(order.number, 0, 0.0, error=error)
 
     def prove_joined(self, orders: Sequence[Order]) -> float:
@@ -685,6 +687,20 @@ def _wait_for(tensor: Tensor | None) -> None:
 
     if tensor is not None and tensor.device.type == "cuda":
         torch.cuda.synchronize(tensor.device)
+
+
+def _require_gpu(device: str) -> None:
+    """Raise WorkerDied where a GPU computes nothing more for this process, as after an access to a wrong address.
+
+    Only in a process of its own, for the front can start another one.
+    """
+    import torch
+
+    if torch.device(device).type == "cuda" and parent_process() is not None:
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            raise WorkerDied(f"the worker has lost its GPU: {first_line(error)}") from None
 
 
 def _give_back(device: str) -> None:
