@@ -23,7 +23,6 @@ INAPPLICABLE: list[tuple[str, str, Check]] = [
     ("casts of a pipeline; `from_pipe` of a class without `dtype`", "the same: refused", pipelines.casts),
     ("layerwise casting", "casts weights to fp8 and back: refused", models.layerwise),
     ("`fuse_qkv_projections`", "codes are not joined: refused", models.fuses_projections),
-    ("`save_lora_adapter` of a model", "diffusers casts there: refused by it", models.saves_an_adapter),
     ("`low_cpu_mem_usage=False`", "refused by diffusers", models.needs_memory_for_placeholders),
     ("saving what `from_config` made", "its configuration claims codes: refused on loading", models.from_config),
     ("fp32 where no dtype is said", "bf16, as other backends take", models.without_a_dtype),

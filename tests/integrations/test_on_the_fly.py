@@ -163,7 +163,7 @@ def test_a_denoiser_goes_by_the_names_of_denoisers():
         unet = diffusers.UNet2DConditionModel(**TINY_CONFIGS["unet"])
     plan = plan_for(unet, FluxqConfig(recipe="fp8", component="unet"))
     assert plan and plan.quantized
-    with pytest.raises(ValueError, match="component 'text_encoder': recipe fp8 has no entry of that name"):
+    with pytest.raises(ValueError, match=r"component 'text_encoder': recipe fp8 has no entry.*leave component= out"):
         plan_for(unet, FluxqConfig(recipe="fp8", component="text_encoder"))
 
 
@@ -272,6 +272,12 @@ def test_a_recipe_that_needs_data_is_refused(recipe):
     cure = rf"`fluxq quantize MODEL --recipe {recipe}`.*or pass profile='rtn', which only rounds to nearest"
     with pytest.raises(ValueError, match=cure):
         transformer(FluxqConfig(recipe=recipe))
+
+
+def test_a_recipe_file_that_needs_data_is_named_by_its_path(tmp_path):
+    (file := tmp_path / "mine.yaml").write_text("extends: nvfp4\n")
+    with pytest.raises(ValueError, match=re.escape(f"`fluxq quantize MODEL --recipe {file}`")):
+        transformer(FluxqConfig(recipe=file))
 
 
 def test_a_text_encoder_takes_such_a_recipe_for_its_activations_stay_in_16_bit():
@@ -388,7 +394,23 @@ def test_a_pickled_model_keeps_its_config(model):
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
-    assert says(torch.load(buffer, weights_only=False)) == says(model)
+    twin = torch.load(buffer, weights_only=False)
+    assert says(twin) == says(model)
+    layer = twin.get_submodule(LAYER)
+    layer.append_low_rank(torch.randn(1, layer.in_features), torch.randn(layer.out_features, 1))
+    assert says(twin)["int8-int8-r1"] == [LAYER] and "int8-int8-r1" not in says(model)
+
+
+def test_a_pickled_text_encoder_names_layers_as_the_whole_model_does():
+    """It shares its configuration with a part, which comes out of the pickle first."""
+    encoder = T5EncoderModel.from_pretrained(
+        Path(tiny.path()) / "text_encoder_2", quantization_config=FluxqConfig(recipe="int8"), dtype=torch.bfloat16
+    )
+    buffer = io.BytesIO()
+    torch.save(encoder, buffer)
+    buffer.seek(0)
+    twin = torch.load(buffer, weights_only=False)
+    assert twin.config.quantization_config.to_dict() == encoder.config.quantization_config.to_dict()
 
 
 def test_dequantizing_leaves_nothing_behind(model, tmp_path):

@@ -255,6 +255,7 @@ def test_a_dora_computes_what_it_computes_on_the_dequantized_model(pipe_of, tmp_
     assert same(bits(pipe_of.transformer), before)
 
 
+@pytest.mark.slow
 def test_a_dora_trains_is_saved_and_loaded_again(nvfp4, tmp_path):
     model = nvfp4.transformer
     codes = bits(model)
@@ -346,13 +347,34 @@ def test_dequantizing_waits_until_adapters_are_gone(nvfp4, lora_file):
     assert error(velocity(nvfp4), fused) < 0.15
 
 
-def test_fusing_into_an_offloaded_layer_is_refused(nvfp4, lora_file):
+@pytest.mark.slow
+def test_fusing_and_unfusing_are_refused_whole_while_layers_are_offloaded(plain_checkpoint, lora_file):
     import accelerate
 
-    nvfp4.load_lora_weights(lora_file("l.safetensors", ("to_q",)))
-    accelerate.cpu_offload(nvfp4.transformer, torch.device("cpu"))
-    with pytest.raises(ValueError, match="fuse before offloading"):
-        nvfp4.fuse_lora()
+    pipe = load(plain_checkpoint("nvfp4"))
+    model = pipe.transformer
+    pipe.load_lora_weights(lora_file("l.safetensors", ("to_q", *KEPT)))
+    before = bits(model)
+    for change, is_merged in ((pipe.fuse_lora, False), (pipe.unfuse_lora, True)):
+        accelerate.cpu_offload(model, torch.device("cpu"))
+        with pytest.raises(ValueError, match="fuse before offloading"):
+            change()
+        assert {layer.merged for layer in adapted(model)} == {is_merged}
+        accelerate.hooks.remove_hook_from_submodules(model)
+        change()
+    assert same(bits(model), before)
+
+
+@pytest.mark.slow
+def test_an_adapter_that_went_into_codes_for_one_gpu_is_not_unfused(plain_checkpoint, lora_file):
+    pipe = load(plain_checkpoint("nvfp4"))
+    pipe.load_lora_weights(lora_file("l.safetensors", ("to_q", *KEPT)))
+    pipe.fuse_lora()
+    fluxq.prepare(pipe, device="cpu")
+    prepared = bits(pipe.transformer)
+    with pytest.raises(ValueError, match=r"fused before fluxq\.prepare, .*: load the checkpoint again"):
+        pipe.unfuse_lora()
+    assert same(bits(pipe.transformer), prepared)
 
 
 @pytest.mark.parametrize("method", ["IA3Config", "OFTConfig", "HRAConfig"])

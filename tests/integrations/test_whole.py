@@ -96,6 +96,7 @@ def test_moves_and_casts_to_the_dtype_that_it_has_are_none(model):
     before = held(model)
     model._apply(lambda t: t.to("cpu", torch.bfloat16 if t.is_floating_point() else None))
     model.to("cpu")
+    assert model.to(dtype=torch.bfloat16, device="cpu") is model.to(dtype=None) is model
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
@@ -144,6 +145,8 @@ def test_a_refused_cast_of_a_pipeline_casts_no_component(to):
     before = {name: held(part) for name, part in models.items()}
     with pytest.raises(ValueError, match=r"(transformer|text_encoder_2) is quantized and computes in torch\.bfloat16"):
         pipe.to(*to)
+    with pytest.raises(ValueError, match=r"in from_pretrained\(…, dtype=\) and from_pipe\(…, dtype=\)"):
+        diffusers.FluxImg2ImgPipeline.from_pipe(pipe)
     assert all(unchanged(part, before[name]) for name, part in models.items())
     pipe.to("cpu")
 
@@ -157,6 +160,8 @@ def test_a_pipeline_with_quantized_text_encoders_takes_their_dtype():
         pipe.to(dtype=torch.float16)
     pipe.to(torch.bfloat16)
     assert pipe.vae.dtype == torch.bfloat16
+    twin = diffusers.FluxImg2ImgPipeline.from_pipe(pipe, dtype=pipe.dtype)
+    assert twin.text_encoder is pipe.text_encoder
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from diffusers.hooks import FirstBlockCacheConfig, apply_group_offloading
 from diffusers.hooks._helpers import TransformerBlockRegistry
 from diffusers.models.transformers import transformer_flux as stock
-from fused_models import FULL, TEXT_TOKENS, Calls, adapt, fused_calls, layers, ops, output, put, quantized
+from fused_models import FULL, TEXT_TOKENS, Calls, adapt, family, fused_calls, layers, ops, output, put, quantized
 from torch import Tensor, nn
 
 import fluxq
@@ -24,7 +24,7 @@ from fluxq import tiny
 from fluxq.kernels import findings
 from fluxq.kernels.qk_norm_rope import op as rope
 from fluxq.kernels.tensor import pack_named, unpack_named
-from fluxq.runtime import fused_forms, layout
+from fluxq.runtime import fused, fused_forms, layout
 from fluxq.runtime.fused import fused_class
 
 BLOCKS = 3
@@ -163,6 +163,18 @@ def test_weights_of_four_bits_under_codes_of_eight(activations: str) -> None:
     assert torch.equal(output(model), want)
 
 
+def test_a_branch_that_has_grown_since_is_left_to_the_layer() -> None:
+    """Quantizers of GPUs multiply by few ranks, as `optimize` looked; an adapter may be fused and unloaded after it."""
+    model = quantized("int8-int8-r4")
+    fluxq.optimize(model)
+    before, layer = ops(model)["quantized_linear"], model.transformer_blocks[0].ff.net[2]
+    layer.append_low_rank(torch.randn(200, layer.in_features), torch.randn(layer.out_features, 200))
+    got = output(model)
+    assert ops(model)["quantized_linear"] == before + 1
+    fluxq.optimize(model)
+    assert ops(model)["quantized_linear"] == before and torch.equal(output(model), got)
+
+
 def test_a_model_prepared_for_the_cpu() -> None:
     model = quantized("nvfp4-nvfp4-static-smooth-h16")
     fluxq.prepare(model, device="cpu")
@@ -247,6 +259,14 @@ def test_adapters_come_and_go(scheme: str) -> None:
         assert torch.equal(got, output(model))
         fluxq.optimize(model)
     assert fused_calls(model) == BLOCKS
+
+
+def test_kernels_that_a_device_lacks_are_known_of_layers_with_an_adapter() -> None:
+    model = quantized("int8-int8")
+    adapt(model, ["ff.net.2"])
+    fused.optimize(model, family(model), "cpu", lambda layer, made_by: "no kernel there")
+    model.unload_lora()
+    assert fused_calls(model) == BLOCKS and not ops(model)["scaled_matmul"]
 
 
 def test_layers_without_an_adapter_still_share_codes() -> None:

@@ -10,7 +10,7 @@ from fluxq import tiny
 from fluxq.base import console
 from fluxq.recipes.cards import CONTEXT, WAYS, PartSize, Way, fit, least
 from fluxq.runtime import place as placing
-from fluxq.runtime.modulation import hoist_modulation, modulation_of
+from fluxq.runtime.modulation import hoist_modulation, hoisted_in, modulation_of
 from fluxq.runtime.peaks import on_meta, peaks
 from fluxq.runtime.place import part_of, parts_of, place, rows_of
 from fluxq.runtime.placed import is_offloaded, models_of
@@ -120,7 +120,7 @@ def test_tables_of_hoisted_modulation_are_counted(pipe):
     assert abs((plain + tables) / taken - 1) < 0.03
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [WAYS[4], WAYS[6], *WAYS[:4], WAYS[5]], ids=str)
 def test_every_way_makes_the_same_image_and_is_what_its_lines_do(way, pipe, counted, monkeypatch):
     want = image(pipe)
@@ -140,6 +140,10 @@ def test_every_way_makes_the_same_image_and_is_what_its_lines_do(way, pipe, coun
     ]
     assert other.vae.use_tiling == pipe.vae.use_tiling == way.tiled
     assert torch.equal(image(other), image(pipe))
+    assert bool(found.hoisted) == way.hoisted == bool(hoisted_in(pipe.transformer.modules()))
+    if found.hoisted:
+        found.hoisted.remove()
+        assert hoisted_in(pipe.transformer.modules()) is None
 
 
 @pytest.mark.slow
@@ -205,7 +209,7 @@ def test_a_pipeline_that_something_holds_is_refused(pipe, counted):
         place(pipe, vram="8GB")
     with pytest.raises(ValueError, match="place needs a pipeline of diffusers, got FluxTransformer2DModel"):
         place(pipe.transformer, vram="8GB")
-    hoisted = "transformer is captured or hoisted already: .* Where `fluxq.place` hoisted it, load the pipeline again"
+    hoisted = "transformer is captured or hoisted already: .* Where `fluxq.place` hoisted it, that is `hoisted` of"
     with hoist_modulation(pipe), pytest.raises(ValueError, match=hoisted):
         place(pipe, vram="8GB", device="cpu")
     accelerate.cpu_offload_with_hook(pipe.vae, "cpu")

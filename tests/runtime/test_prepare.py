@@ -351,6 +351,7 @@ def json_schemes(folder: Path) -> dict[str, str]:
     return {name: scheme for scheme, names in layers.items() for name in names}
 
 
+@pytest.mark.slow
 def test_images_of_a_prepared_model_are_as_near_to_16_bit_as_those_of_the_stored_one(checkpoint, pipe) -> None:
     stored = diffusers.FluxPipeline.from_pretrained(checkpoint("nvfp4"), torch_dtype=torch.bfloat16)
     prompt = {**tiny.CALL_KWARGS, "prompt": list(tiny.PROMPTS[:8]), "num_inference_steps": 4, "output_type": "latent"}
@@ -387,6 +388,16 @@ def test_an_adapter_fused_afterwards_must_be_unfused_before_saving(prepared) -> 
     layer.drop_low_rank(2)
     with safe_open(next(folder.glob("*.safetensors")), "pt") as stream:
         assert torch.equal(as_stored(layer)["weight"], stream.get_tensor(f"{name}.weight"))
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_an_adapter_fused_before_is_not_left_out_of_what_is_saved(rank: int, tmp_path: Path) -> None:
+    layer = layer_of("nvfp4-nvfp4", rank=rank)
+    save_file({f"a.{name}": tensor for name, tensor in as_stored(layer).items()}, tmp_path / "x.safetensors")
+    layer.append_low_rank(torch.zeros(2, layer.in_features), torch.zeros(layer.out_features, 2))
+    reencode_layer(layer, ("int8",), StoredLayer(tmp_path, "a"))
+    with pytest.raises(ValueError, match=r"a: an adapter was fused before fluxq\.prepare, .*: save before"):
+        as_stored(layer)
 
 
 def test_bad_calls_are_named(checkpoint, pipe) -> None:
@@ -474,6 +485,7 @@ def test_layers_that_nothing_can_be_done_for_are_warned_of(checkpoint, offers, g
 # --- from where its files are read again
 
 
+@pytest.mark.slow
 def test_a_component_of_another_folder_than_its_pipeline_is_found(checkpoint, tmp_path: Path) -> None:
     folder = checkpoint("nvfp4") / "transformer"
     both = diffusers.FluxPipeline.from_pretrained(tiny.path(), transformer=load(folder), dtype=torch.bfloat16)

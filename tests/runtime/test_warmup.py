@@ -1,5 +1,7 @@
 """Compiling ahead of the first image: which launches a checkpoint needs, and that each of them is made."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -91,6 +93,17 @@ def test_without_a_gpu_the_command_says_where_to_run_it(checkpoint):
     assert done.exit_code == 2 and "run this on the machine that will serve" in done.output
     done = CliRunner().invoke(cli, ["warmup", "tiny", "--device", "cpu"])
     assert done.exit_code == 2 and "--device cpu: kernels are compiled for the GPU" in done.output
+
+
+def test_kernels_are_compiled_on_the_gpu_that_was_named(monkeypatch) -> None:
+    """Triton launches on the current one, whatever the tensors are on."""
+    current = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
+    monkeypatch.setattr(making, "there_is_a_gpu", lambda index: True)
+    monkeypatch.setattr(making, "quantized_components", lambda output: {})
+    monkeypatch.setattr("fluxq.kernels.tiles.chip_of", lambda device: "sm_90")
+    monkeypatch.setattr(warmup, "warm_up", lambda *_: [] if current == [torch.device("cuda", 1)] else pytest.fail())
+    assert making.warm_up("a checkpoint", "cuda:1", (1,), "speed", "bfloat16") == []
 
 
 def test_a_16_bit_folder_has_nothing_to_compile():

@@ -19,7 +19,7 @@ after all steps. A pipeline with layers of fluxq takes the dtype in which these 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ from fluxq.integrations.loading import (
     require_whole_set,
     with_stored_tensors,
 )
-from fluxq.integrations.whole import in_words_of_diffusers, refuse_casting
+from fluxq.integrations.whole import computes_in, in_words_of_diffusers, numbers_of, refuse_casting
 from fluxq.kernels.linear import SCALE_NAMES
 from fluxq.recipes.computing import QUANT_METHOD, Attentions, Steps
 
@@ -223,6 +223,7 @@ def register_with_pipelines() -> None:
     from diffusers import DiffusionPipeline  # only here: models, which come before pipelines, need the quantizer
 
     load: Any = DiffusionPipeline.from_pretrained.__func__  # pyright: ignore[reportFunctionMemberAccess]  a classmethod
+    share: Any = DiffusionPipeline.from_pipe.__func__  # pyright: ignore[reportFunctionMemberAccess]
 
     @functools.wraps(load)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -232,14 +233,19 @@ def register_with_pipelines() -> None:
             settle(pipe, {*(named or ()), *(name for name, value in kwargs.items() if isinstance(value, nn.Module))})
         return pipe
 
+    @functools.wraps(share)
+    def from_pipe(cls: type, pipeline: Any, **kwargs: Any) -> Any:
+        return share(cls, pipeline, **in_words_of_diffusers(kwargs))
+
     DiffusionPipeline.from_pretrained = classmethod(from_pretrained)  # pyright: ignore[reportAttributeAccessIssue]
+    DiffusionPipeline.from_pipe = classmethod(from_pipe)  # pyright: ignore[reportAttributeAccessIssue]
     stock_to: Any = DiffusionPipeline.to
 
     @functools.wraps(stock_to)
     def to(self: DiffusionPipeline, *args: Any, **kwargs: Any) -> DiffusionPipeline:
         dtype = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)), None)
         models = _models(self)
-        if dtype is not None and _computes_in(models, dtype):  # diffusers refuses this too, of quantized models
+        if dtype is not None and computes_in(models, dtype):  # diffusers refuses this too, of quantized models
             args = tuple(arg for arg in args if arg is not dtype)
             kwargs = {name: arg for name, arg in kwargs.items() if arg is not dtype}
         elif dtype is not None:
@@ -247,19 +253,6 @@ def register_with_pipelines() -> None:
         return stock_to(self, *args, **kwargs) if args or kwargs or dtype is None else self
 
     DiffusionPipeline.to = to
-
-
-def _computes_in(models: Mapping[str, nn.Module], dtype: torch.dtype) -> bool:
-    """Tell whether quantized models are among these, and nothing in any of them would be cast."""
-    layers = {name: dict(quant_layers(model)) for name, model in models.items()}
-    others = (
-        tensor
-        for name, model in models.items()
-        for path, tensor in _numbers(model)
-        if path.rpartition(".")[0] not in layers[name]
-    )
-    dtypes = [layer.compute_dtype for each in layers.values() for layer in each.values()]
-    return bool(dtypes) and {dtype, *dtypes} == {dtype} and all(tensor.dtype == dtype for tensor in others)
 
 
 def settle(pipe: DiffusionPipeline, exempt: Collection[str] = ()) -> None:
@@ -274,10 +267,10 @@ def settle(pipe: DiffusionPipeline, exempt: Collection[str] = ()) -> None:
         return
     wider = []
     for name, model in models.items():
-        if quant_layers(model) or all(tensor.dtype == dtype for _, tensor in _numbers(model)):
+        if quant_layers(model) or all(tensor.dtype == dtype for _, tensor in numbers_of(model)):
             continue
         if name not in exempt and _is_exact(model, dtype):
-            for _, tensor in _numbers(model):
+            for _, tensor in numbers_of(model):
                 tensor.data = tensor.data.to(dtype)
         else:
             wider.append(name)
@@ -299,17 +292,9 @@ def _dtype_of(models: Mapping[str, nn.Module]) -> torch.dtype | None:
     return next((layer.compute_dtype for model in models.values() for _, layer in quant_layers(model)), None)
 
 
-def _numbers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield floating parameters and buffers of the files, except those that the model always has in fp32."""
-    always = getattr(model, "_keep_in_fp32_modules", None) or ()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and not any(part in always for part in name.split(".")):
-            yield name, tensor
-
-
 def _is_exact(model: nn.Module, dtype: torch.dtype) -> bool:
     """Tell whether a cast to `dtype` changes no number; False where weights wait elsewhere, as nobody knows them."""
-    tensors = [tensor.detach() for _, tensor in _numbers(model)]
+    tensors = [tensor.detach() for _, tensor in numbers_of(model)]
     if any(tensor.is_meta for tensor in tensors):
         return False
     return all(torch.equal(tensor, tensor.to(dtype).to(tensor.dtype)) for tensor in tensors)
@@ -344,7 +329,7 @@ class _Casting:
         self.model, self.name = model, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        dtype = next(tensor.dtype for _, tensor in _numbers(self.model))
+        dtype = next(tensor.dtype for _, tensor in numbers_of(self.model))
         args = (*(_as(value, dtype) for value in args[:1]), *args[1:])
         kwargs = {name: _as(value, dtype) if name in _CODED else value for name, value in kwargs.items()}
         return getattr(type(self.model), self.name)(self.model, *args, **kwargs)

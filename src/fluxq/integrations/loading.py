@@ -103,6 +103,11 @@ class FluxqConfig:
         config._stored, config._model = _layers_of(model, config._steps, config._runtime), weakref.ref(model)
         return config
 
+    def describe_again(self, model: nn.Module) -> None:
+        """Describe the layers of a model that came out of a pickle with this config, of which its parts come first."""
+        if self.recipe is None and (self.model is None or any(part is self.model for part in model.modules())):
+            self._model = weakref.ref(model)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form: a recipe until that has been applied to a model, and from then on layers."""
         if self.recipe is None:

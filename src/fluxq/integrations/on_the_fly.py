@@ -59,14 +59,14 @@ def plan_for(model: nn.Module, config: FluxqConfig) -> Plan | None:
     if recipe.needs_data(entry):
         raise ValueError(
             f"recipe {recipe_name} fits this {class_name} to data, which loading cannot do: run `fluxq quantize MODEL "
-            f"--recipe {recipe_name}` and load what it writes, or pass profile='rtn', which only rounds to nearest"
+            f"--recipe {config.recipe}` and load what it writes, or pass profile='rtn', which only rounds to nearest"
         )
     component = config.component or family.kind
     is_called_so = has_name_of_denoiser if family.kind == "transformer" else lambda name: name.startswith(family.kind)
     if component not in recipe.components and not is_called_so(component):
         raise ValueError(
             f"component {component!r}: recipe {recipe_name} has no entry of that name, and {class_name} is a "
-            f"{family.kind}"
+            f"{family.kind}: leave component= out, or add the entry"
         )
     plan = make_plan(
         family,

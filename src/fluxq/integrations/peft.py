@@ -57,6 +57,8 @@ class IntoBranch(lora.LoraLayer):
     def mergeable(self, adapter_names: list[str] | None = None) -> list[str]:
         """List the adapters of this layer that `merge` would move; ValueError, before any is moved, for a bad one."""
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A.keys()]
+        if names:
+            self._layer.require_present()
         for name in names:
             if name in self.lora_variant:
                 raise ValueError(
@@ -69,9 +71,20 @@ class IntoBranch(lora.LoraLayer):
 
     def unmerge(self) -> None:
         """Take all merged adapters out again; the layer's tensors are what they were, byte for byte."""
+        self.require_unmergeable()
         while self.merged_adapters:
             self.merged_adapters.pop()
             self._layer.drop_low_rank(self.merged_ranks.pop())
+
+    def require_unmergeable(self) -> None:
+        """Raise ValueError, before any adapter is taken out, where the layer no longer holds all that were merged."""
+        if self.merged_adapters:
+            self._layer.require_present()
+        if sum(self.merged_ranks) > self._layer.scheme.rank:
+            raise ValueError(
+                "an adapter was fused before fluxq.prepare, which put it into the codes, and it cannot be taken out of "
+                "them: load the checkpoint again, call fluxq.prepare, then fuse"
+            )
 
     @property
     def _layer(self) -> QuantLinear:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,19 @@ def register_with_diffusers() -> None:
     from diffusers.models.modeling_utils import ModelMixin
 
     _teach(ModelMixin)
-    stock = ModelMixin.enable_layerwise_casting
+    stock, stock_to = ModelMixin.enable_layerwise_casting, ModelMixin.to
+
+    @functools.wraps(stock_to)
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Let pass what casts nothing, as diffusers' `load_ip_adapter` and `save_lora_adapter` ask for it."""
+        if quant_layers(self):  # of which diffusers refuses any dtype
+            dtype = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)), None)
+            if dtype is None or computes_in({"": self}, dtype):
+                args = tuple(value for value in args if value is not dtype)
+                kwargs.pop("dtype", None)
+        return stock_to(self, *args, **kwargs) if args or kwargs else self  # pyright: ignore[reportArgumentType]
+
+    ModelMixin.to = to  # pyright: ignore[reportAttributeAccessIssue]
 
     @functools.wraps(stock)
     def enable_layerwise_casting(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -76,15 +88,21 @@ def register_attention() -> None:
 
 
 def register_with_lora_loader() -> None:
-    """Tell diffusers' FLUX LoRA loader the size of a QuantLinear, and let `fuse_lora` fuse all layers or none.
+    """Tell diffusers' FLUX LoRA loader the size of a QuantLinear, and let LoRAs fuse, or leave, all layers or none.
 
     The loader compares an adapter's with the stored weight's, and would widen a layer whose 4-bit codes are two to a
     byte. Nothing here needs peft, which diffusers asks for once a LoRA is loaded.
     """
     from diffusers.loaders import lora_pipeline
+    from diffusers.loaders.lora_base import LoraBaseMixin
     from diffusers.loaders.peft import PeftAdapterMixin
 
-    stock_fuse = PeftAdapterMixin.fuse_lora
+    pipelines: Any = LoraBaseMixin
+    stock_fuse, stock_unfuse, of_pipelines = (
+        PeftAdapterMixin.fuse_lora,
+        PeftAdapterMixin.unfuse_lora,
+        pipelines.unfuse_lora,
+    )
 
     @functools.wraps(stock_fuse)
     def fuse_lora(self: Any, lora_scale: float = 1.0, safe_fusing: bool = False, adapter_names: Any = None) -> Any:
@@ -95,7 +113,20 @@ def register_with_lora_loader() -> None:
                 module.mergeable(adapter_names)
         return stock_fuse(self, lora_scale, safe_fusing, adapter_names)
 
-    PeftAdapterMixin.fuse_lora = fuse_lora
+    @functools.wraps(stock_unfuse)
+    def unfuse_lora(self: Any) -> None:
+        _require_unmergeable(self)
+        stock_unfuse(self)
+
+    @functools.wraps(of_pipelines)
+    def unfuse_components(self: Any, components: Sequence[str] = (), **kwargs: Any) -> None:
+        for model in (getattr(self, name, None) for name in components or ()):
+            if isinstance(model, nn.Module):
+                _require_unmergeable(model)
+        of_pipelines(self, components, **kwargs)
+
+    PeftAdapterMixin.fuse_lora, PeftAdapterMixin.unfuse_lora = fuse_lora, unfuse_lora
+    pipelines.unfuse_lora = unfuse_components
     loader = lora_pipeline.FluxLoraLoaderMixin
     stock_shape, stock_weight = loader._calculate_module_shape, lora_pipeline._maybe_dequantize_weight_for_expanded_lora
 
@@ -132,6 +163,15 @@ def _attending(attention: Attention) -> Any:
     return attend
 
 
+def _require_unmergeable(model: nn.Module) -> None:
+    """Raise ValueError, before any layer is unmerged, for one that no longer holds all that was merged."""
+    from fluxq.integrations.peft import IntoBranch
+
+    for module in model.modules():
+        if isinstance(module, IntoBranch):
+            module.require_unmergeable()
+
+
 def _teach(model_class: Any) -> None:
     stock_apply, stock_count = model_class._apply, model_class.num_parameters
 
@@ -150,6 +190,16 @@ def _teach(model_class: Any) -> None:
         return count + sum(layer.weights - sum(t.numel() for t in layer.parameters()) for layer in layers)
 
     model_class._apply, model_class.num_parameters = _apply, num_parameters
+    stock_set = model_class.__setstate__
+
+    @functools.wraps(stock_set)
+    def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
+        stock_set(self, state)
+        described: Any = getattr(getattr(self, "config", None), "quantization_config", None)
+        if hasattr(described, "describe_again"):
+            described.describe_again(self)
+
+    model_class.__setstate__ = __setstate__
     stock_state = model_class.load_state_dict
 
     @functools.wraps(stock_state)
@@ -212,6 +262,27 @@ def _require_stored(model: nn.Module, state: Mapping[str, Any]) -> None:
                 )
 
 
+def computes_in(models: Mapping[str, nn.Module], dtype: torch.dtype) -> bool:
+    """Tell whether quantized models are among these, and nothing in any of them would be cast."""
+    layers = {name: dict(quant_layers(model)) for name, model in models.items()}
+    others = (
+        tensor
+        for name, model in models.items()
+        for path, tensor in numbers_of(model)
+        if path.rpartition(".")[0] not in layers[name]
+    )
+    dtypes = [layer.compute_dtype for each in layers.values() for layer in each.values()]
+    return bool(dtypes) and {dtype, *dtypes} == {dtype} and all(tensor.dtype == dtype for tensor in others)
+
+
+def numbers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield floating parameters and buffers of the files, except those that the model always has in fp32."""
+    always = getattr(model, "_keep_in_fp32_modules", None) or ()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and not any(part in always for part in name.split(".")):
+            yield name, tensor
+
+
 def refuse_casting(models: dict[str, nn.Module], dtype: torch.dtype) -> None:
     """Raise ValueError, naming the component, if one of a pipeline's models cannot be cast to `dtype`.
 
@@ -226,8 +297,8 @@ def refuse_casting(models: dict[str, nn.Module], dtype: torch.dtype) -> None:
             ):
                 raise ValueError(
                     f"{name} is quantized and computes in {layer.compute_dtype}: the pipeline cannot be cast to "
-                    f"{dtype}, and nothing of it was. Name the dtype in from_pretrained(…, dtype=), and only a device "
-                    "in .to()"
+                    f"{dtype}, and nothing of it was. Name the dtype in from_pretrained(…, dtype=) and "
+                    "from_pipe(…, dtype=), and only a device in .to()"
                 )
 
 

@@ -307,7 +307,9 @@ def _describe(
         for group in family.groups
         if group.block == row.block and all(at(block, path) is not None for path in group.members)
     }
-    layers = {first: {path: at(block, path) for path in group.members} for first, group in groups.items()}
+    layers = {
+        first: {path: _below_adapters(at(block, path)) for path in group.members} for first, group in groups.items()
+    }
     refused = {
         path: why
         for first, members in layers.items()
@@ -319,15 +321,19 @@ def _describe(
         groups,
         {first: _alike(members) for first, members in layers.items()},
         refused,
+        {p: la.scheme.rank for members in layers.values() for p, la in members.items() if isinstance(la, QuantLinear)},
         device,
         findings.withdrawals(),
     )
 
 
+def _below_adapters(layer: Any) -> nn.Module:
+    return getattr(layer, "base_layer", layer)
+
+
 def _alike(layers: dict[str, nn.Module]) -> tuple[str, ...]:
-    """List the layers that treat their input as the first quantized one does, value by value, below any adapters."""
-    bases = {path: getattr(layer, "base_layer", layer) for path, layer in layers.items()}
-    quantized = {path: layer for path, layer in bases.items() if isinstance(layer, QuantLinear)}
+    """List the layers that treat their input as the first quantized one does, value by value."""
+    quantized = {path: layer for path, layer in layers.items() if isinstance(layer, QuantLinear)}
     quantized = {path: layer for path, layer in quantized.items() if not layer.weight.is_meta}
     first = next(iter(quantized.values()), None)
     return tuple(path for path, layer in quantized.items() if first is not None and _same_input(first, layer))

@@ -41,6 +41,7 @@ class Fusion:
     groups: first Linear -> input group, of those that the block has.
     alike: first Linear of a group -> layers with equal calibrated vectors and scales of the input.
     refused: layer -> why the device does not make or multiply its codes.
+    ranks: quantized layer -> rank of its low-rank branch by then.
     device: type of the device that all this was decided for.
     withdrawals: kernels that had been found wrong in this process by then.
     plans: of its calls.
@@ -50,6 +51,7 @@ class Fusion:
     groups: dict[str, InputGroup]
     alike: dict[str, tuple[str, ...]]
     refused: dict[str, str]
+    ranks: dict[str, int]
     device: str
     withdrawals: int = 0
     plans: BlockPlans = field(default_factory=BlockPlans, compare=False, repr=False)
@@ -257,7 +259,8 @@ def _added(
     """
     ((path, layer),) = layers_of(block, fusion, stream.down).items()
     x, gate, residual = behind[0], behind[1].contiguous(), _tokens(behind[0])
-    if why_alone(fusion, path, layer):
+    # Of a branch that has grown since it is unknown whether the device's quantizer multiplies by it.
+    if why_alone(fusion, path, layer) or layer.scheme.rank > fusion.ranks.get(path, 0):
         a = ACTS[stream.act](up)
         y = _called(layer, a if attended is None else torch.cat([attended, a], dim=1), x.shape[0])
         y = gated(y, gate, residual)

@@ -146,12 +146,18 @@ def as_stored(layer: QuantLinear) -> dict[str, Tensor]:
     names += branch_shapes(prepared.scheme, layer.out_features, layer.in_features)
     if _changes_bias(prepared.scheme):
         names.append("bias")
-    stored = {name: prepared.origin.read(name) for name in names}
+    stored = {"weight": prepared.origin.read("weight")}
     if fingerprint_of(stored["weight"]) != prepared.digest:
         raise ValueError(
             f"{prepared.origin.layer}.weight in {prepared.origin.folder} is not what this model was loaded from: put "
             "the original files back, or load the model again and name its folder, fluxq.prepare(..., source=FOLDER)"
         )
+    if prepared.scheme.rank > prepared.origin.rank:
+        raise ValueError(
+            f"{prepared.origin.layer}: an adapter was fused before fluxq.prepare, and only the codes for this GPU hold "
+            "it: save before fluxq.prepare, or load the checkpoint again"
+        )
+    stored |= {name: prepared.origin.read(name) for name in names if name != "weight"}
     return {name: value for name, value in tensors.items() if name == "bias"} | stored
 
 

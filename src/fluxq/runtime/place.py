@@ -19,7 +19,7 @@ from torch import nn
 from fluxq.base import console
 from fluxq.base.devices import there_is_a_gpu
 from fluxq.recipes.cards import CONTEXT, STAYS, PartSize, Way, fit, in_words, least
-from fluxq.runtime.modulation import MAX_ROWS, hoist_modulation, hoisted_in, modulation_of
+from fluxq.runtime.modulation import MAX_ROWS, HoistedModulation, hoist_modulation, hoisted_in, modulation_of
 from fluxq.runtime.peaks import on_meta, peaks
 from fluxq.runtime.placed import called_of, is_offloaded, models_of
 
@@ -33,6 +33,7 @@ class Placement:
 
     peaks: component -> bytes on the card while it runs, without what the driver keeps.
     pipeline, source: names of the pipeline's class and of its folder.
+    hoisted: handle of its modulation where that is kept on the CPU; `remove()` brings it back.
     """
 
     way: Way
@@ -40,6 +41,7 @@ class Placement:
     peaks: Mapping[str, float]
     pipeline: str
     source: str
+    hoisted: HoistedModulation | None = None
 
     @cached_property
     def code(self) -> str:
@@ -102,8 +104,8 @@ def place(pipe: Any, *, vram: str | float, device: str | torch.device = "cuda", 
             "(`fluxq plan MODEL --vram SIZE` says by which recipe), or make smaller images"
         )
     way, most = fitting
-    _apply(pipe, way, card)
-    return Placement(way, room, most, type(pipe).__name__, str(pipe.config.get("_name_or_path", "")))
+    hoisted = _apply(pipe, way, card)
+    return Placement(way, room, most, type(pipe).__name__, str(pipe.config.get("_name_or_path", "")), hoisted)
 
 
 def room_of(vram: str | float) -> float:
@@ -227,7 +229,7 @@ def _require_plain(pipe: Any) -> None:
             raise ValueError(
                 f"{name} is captured or hoisted already: call `fluxq.restore(pipe)`, or remove() what was returned, "
                 "then place, then capture; a captured step needs everything on the GPU. Where `fluxq.place` hoisted "
-                "it, load the pipeline again"
+                "it, that is `hoisted` of what it returned"
             )
 
 
@@ -255,15 +257,15 @@ def _require_card(card: torch.device, room: float) -> None:
         )
 
 
-def _apply(pipe: Any, way: Way, card: torch.device) -> None:
-    """Do what the lines of a way say, on a card."""
+def _apply(pipe: Any, way: Way, card: torch.device) -> HoistedModulation | None:
+    """Do what the lines of a way say, on a card; return the handle of hoisted modulation, if there is one."""
     if way.tiled:
         pipe.vae.enable_tiling()
-    if way.hoisted:
-        hoist_modulation(pipe, offload=True)
+    hoisted = hoist_modulation(pipe, offload=True) if way.hoisted else None
     if way.moves == "everything":
         pipe.to(card)
     elif way.moves == "turns":
         pipe.enable_model_cpu_offload(device=card)
     else:
         pipe.enable_group_offload(card, offload_type="block_level", num_blocks_per_group=1, exclude_modules=STAYS)
+    return hoisted
