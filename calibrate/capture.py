@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -116,20 +117,28 @@ def run_pipeline(
         if on_step is not None:
             on_step(0)
         rows = [_row(prompt) for prompt, _ in batch]
-        with _steps_told(pipe, after_step) as telling, _calling(pipe, call):
+        arguments = _of_its_size(pipe, _arguments(rows, call))
+        with _steps_told(pipe, after_step) as telling, _calling(pipe, {**call, **dict(rows[0].arguments)}):
             output = generate(
                 prompt=[row.prompt for row in rows],
                 generator=[torch.Generator("cpu").manual_seed(seed) for _, seed in batch],
                 output_type=output_type,
                 **telling,
-                **{**call, **_shared_arguments(rows)},
+                **arguments,
             )
         yield output, final["latents"]
 
 
+def _of_its_size(pipe: Any, call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a call that keeps its size: FLUX.1-Kontext's pipelines make `max_area` of it, a megapixel."""
+    if "max_area" in inspect.signature(pipe.__call__).parameters and call.get("width") and call.get("height"):
+        return {"max_area": call["width"] * call["height"], **call}
+    return call
+
+
 @contextmanager
 def _calling(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
-    """Turn an error of a call that a model's own file is to blame for into a RuntimeError that names the file."""
+    """Turn an error of a call that a model's own file, or a missing image, is to blame for into a RuntimeError."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -139,11 +148,17 @@ def _calling(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
         file = Path(folder or "") / GENERATION_FILE
         settings = read_json(file) if folder and file.is_file() else {}
         blamed = ", ".join(name for name, value in settings.items() if name in call and call[name] == value)
-        if not blamed or _is_ours(error):
+        parameters = inspect.signature(pipe.__call__).parameters
+        lacking = next((name for name in ("image", "control_image") if name in parameters and name not in call), "")
+        is_of_none = isinstance(error, (TypeError, AttributeError)) and re.search(rf"NoneType|'{lacking}'", str(error))
+        if lacking and is_of_none:
+            blamed, cure = f"no {lacking}", f"rows of `fluxq quantize --prompts FILE` name one in a column `{lacking}`"
+        elif not blamed or _is_ours(error):
             raise
+        else:
+            blamed, cure = f"{blamed} of {file}", "correct what does not suit this pipeline, or remove it"
         raise RuntimeError(
-            f"the pipeline's call failed ({type(error).__name__}: {first_line(error)}), with {blamed} of {file}; "
-            "correct what does not suit this pipeline, or remove it"
+            f"the pipeline's call failed ({type(error).__name__}: {first_line(error)}), with {blamed}; {cure}"
         ) from error
 
 
@@ -190,15 +205,19 @@ def _row(prompt: str | PromptRow) -> PromptRow:
     return prompt if isinstance(prompt, PromptRow) else PromptRow(prompt)
 
 
-def _shared_arguments(rows: Sequence[PromptRow]) -> dict[str, Any]:
-    """Return the arguments of the call that makes `rows`, which share it: texts as a list, an image as its pixels."""
+def _arguments(rows: Sequence[PromptRow], call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the call that makes `rows`, which share it: texts as a list, an image as its pixels.
+
+    A negative prompt of `call` is repeated: beside a list of prompts some pipelines take no other (Stable Diffusion).
+    """
+    negative = {name: [v] * len(rows) for name, v in call.items() if name == "negative_prompt" and isinstance(v, str)}
     texts = {name: [dict(row.arguments)[name] for row in rows] for name, v in rows[0].arguments if isinstance(v, str)}
     others = {name: v.load() if isinstance(v, ImageFile) else v for name, v in rows[0].arguments}
-    return {**others, **texts}
+    return {**call, **negative, **others, **texts}
 
 
 def number_of_steps(pipe: Any, call: Mapping[str, Any]) -> int:
-    """Return the denoising steps of a call: its own number, else the pipeline's; less where `strength` skips the first.
+    """Return the denoising steps of a call: as it lists or says, else the pipeline's; less where `strength` skips some.
 
     Pipelines that begin at an image leave out (1 - strength) of the steps, rounded down; those of Stable Diffusion XL
     round the rest down, and make one less then.
@@ -208,7 +227,8 @@ def number_of_steps(pipe: Any, call: Mapping[str, Any]) -> int:
     def argument(name: str) -> Any:
         return call[name] if name in call else parameters[name].default
 
-    steps = int(argument("num_inference_steps"))
+    listed = call.get("timesteps") or call.get("sigmas")
+    steps = len(listed) if listed else int(argument("num_inference_steps"))
     strength = argument("strength") if "strength" in parameters else 1
     return steps if strength is None else min(steps, steps - int(steps - steps * strength))
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -193,9 +194,12 @@ def _exact_products(x: Tensor) -> Iterator[None]:
     if not x.is_cuda or x.element_size() != 2:
         yield
         return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    products: Any = torch.backends.cuda.matmul
+    before = products.fp32_precision  # torch.get_float32_matmul_precision raises where the user has set this
+    whole: Any = torch.backends
+    before = "none" if before == whole.fp32_precision else before  # "none": as that of all libraries, also later
+    products.fp32_precision = "tf32"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        products.fp32_precision = before

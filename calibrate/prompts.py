@@ -321,14 +321,17 @@ def _checked(path: Path, mode: str, _stamp: str) -> str:
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Return an image as the camera stood by its EXIF data, of which damaged parts are passed over."""
+    """Return an image of 8 bits as the camera stood by its EXIF data, of which damaged parts are passed over."""
     from PIL import ImageOps
 
     image.load()
     with suppress(Exception):  # Pillow raises all kinds over what is damaged
         image.getexif()
     image.info.pop("exif", None)  # or it would be written anew for the turned image
-    return ImageOps.exif_transpose(image)
+    turned = ImageOps.exif_transpose(image)
+    if turned.mode.startswith("I"):  # gray of 16 bits, of which Pillow makes white from 255 on
+        turned = turned.point(lambda value: value / 256).convert("L")
+    return turned
 
 
 def _decoded(path: Path, mode: str) -> Image.Image:

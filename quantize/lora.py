@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fluxq.base.model import ModelFolder
+from fluxq.base.tensors import TensorFile
 from fluxq.kernels.linear import is_linear
 from fluxq.quantize.checkpoint import SourceWeights, model_on_meta
 from fluxq.quantize.lora_file import LoraFile
@@ -185,6 +186,10 @@ def _read(lora: LoraFile, folder: ModelFolder) -> tuple[dict[str, Tensor], dict[
     """Read (tensors under diffusers' names, alphas or metadata with their scaling)."""
     import diffusers
 
+    file = TensorFile(lora.path)
+    for pattern, why in _REFUSED.items():
+        keys = (key for key in file.keys() if re.search(pattern, key))
+        _refuse(lora, sorted(key for key in keys if file.get_tensor(key).any()), why)
     pipeline: Any = getattr(diffusers, folder.index["_class_name"])
     if not hasattr(pipeline, "lora_state_dict"):
         raise ValueError(f"{pipeline.__name__} takes no LoRA in this diffusers ({diffusers.__version__})")
@@ -264,6 +269,17 @@ _TEXT_ENCODERS = (
     "(load_lora_weights, fuse_lora, unload_lora_weights, save_pretrained) and quantize what it saved"
 )
 _LARGEST = 1e9  # of a rank or an alpha
+
+# Pattern of keys that are refused as the file has them -> why: diffusers' converters leave some out without a warning.
+_REFUSED = {
+    r"\.diff(_b)?$|\.lora_B\.bias$": (
+        "change norms, biases or whole weights, which fluxq does not fuse: leave them out of the file"
+    ),
+    r"\.lora_magnitude_vector|\.dora_scale$": (
+        "are a DoRA's, which fluxq does not fuse: fuse it into the 16-bit model and quantize that"
+    ),
+    r"^text_encoders\.|^lora_te\d?_": _TEXT_ENCODERS,
+}
 
 # Key of a PEFT configuration that scaling depends on -> what its value has to be.
 _SCALING: dict[str, Callable[[Any], bool]] = {

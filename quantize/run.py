@@ -427,13 +427,15 @@ def quantize_linear(linear: nn.Linear | nn.Conv2d, x: Tensor, recipe: Component 
 
     recipe: a `Component`, or the name or path of a recipe, whose transformer component is taken.
     """
-    profile, gate = "balanced", Gate()
+    profile, gate, is_calibrated = "balanced", Gate(), True
     if isinstance(recipe, str):
         whole = load_recipe(recipe)[1]
         profile, gate = whole.profile, whole.gate
         recipe = whole.components.get("transformer") or next(iter(whole.components.values()))
+        is_calibrated = whole.has_static_scales(recipe)
     activations = recipe.activations.row if recipe.activations else None
-    scheme = Scheme(recipe.weights.row, activations, static_input=bool(activations and activations.has_tensor_scale))
+    is_static = is_calibrated and activations is not None and activations.has_tensor_scale
+    scheme = Scheme(recipe.weights.row, activations, static_input=is_static)
     n, k = linear_size(linear)
     x = channels_last(linear, x)
     if x.shape[-1] != k:

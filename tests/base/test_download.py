@@ -79,7 +79,7 @@ class Answer(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
     server = Hub()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()  # seconds that its end may take
     address = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
@@ -101,6 +101,27 @@ def test_a_model_is_fetched_once_and_found_again_without_a_connection(hub, monke
     download.cache_clear()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert download(MODEL, None, True) == folder
+
+
+def test_only_what_a_pipeline_loads_is_fetched(hub):
+    loaded = {
+        "text_encoder/model.safetensors.index.json": b"{}",
+        "text_encoder/model-00001-of-00002.safetensors": b"weights",
+        "text_encoder_2/adapter_model.safetensors": b"weights",
+        "text_encoder_3/model-0001-of-0002.safetensors": b"weights",
+        "tokenizer/chat_template.jinja": b"template",
+        "transformer/diffusion_pytorch_model.safetensors": b"weights",
+    }
+    hub.files |= loaded | {
+        "text_encoder/model.fp16-00001-of-00002.safetensors": b"weights",
+        "text_encoder/model-00001-of-00002.fp16.safetensors": b"weights",
+        "text_encoders/clip_g.safetensors": b"weights",
+        "transformer/diffusion_pytorch_model.fp16.safetensors": b"weights",
+        "vae/diffusion_pytorch_model.bin": b"pickled",
+        "model.safetensors": b"weights",
+    }
+    download(MODEL, None, False)
+    assert set(hub.fetched) == {*FILES, *loaded}
 
 
 REFUSED = {

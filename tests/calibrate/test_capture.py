@@ -215,6 +215,7 @@ def test_spread_gives_as_many_steps_as_asked_for(steps, total):
 def test_number_of_steps_is_the_call_s_or_the_pipeline_s(pipe):
     assert number_of_steps(pipe, {"num_inference_steps": 3}) == 3
     assert number_of_steps(pipe, {}) == 28
+    assert number_of_steps(pipe, {"sigmas": [1.0, 0.5], "num_inference_steps": 3}) == 2
 
 
 def latents_of(pipe, batch_size, items=ITEMS, **call):
@@ -307,6 +308,55 @@ def test_a_scheduler_is_given_back_where_a_call_fails(pipe):
         assert vars(pipe.scheduler)["step"] is plain
     finally:
         del pipe.scheduler.step
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda _self, prompt, image=None, callback_on_step_end=None, **_: image.size,
+        lambda _self, control_image, prompt, **_: control_image,
+    ],
+    ids=["image", "control_image"],
+)
+def test_an_image_that_a_pipeline_begins_with_is_asked_for(call, request):
+    pipe = type("Edits", (), {"__call__": call, "scheduler": SimpleNamespace(step=None)})()
+    name = request.node.callspec.id
+    with pytest.raises(RuntimeError, match=rf"call failed \(.*Error: .*, with no {name}; rows .* a column `{name}`"):
+        list(run_pipeline(pipe, ITEMS[:1], {}))
+
+
+def test_an_image_that_a_pipeline_may_begin_with_is_blamed_for_nothing_else():
+    def call(_self, prompt, image=None, callback_on_step_end=None, **_):
+        return prompt + 3
+
+    with pytest.raises(TypeError, match="can only concatenate list"):
+        list(run_pipeline(type("Edits", (), {"__call__": call})(), ITEMS[:1], {}))
+
+
+@pytest.mark.parametrize(
+    ("size", "area"),
+    [({"width": 1536, "height": 1024}, 1536 * 1024), ({"width": 32, "height": 16, "max_area": 256}, 256), ({}, None)],
+)
+def test_a_pipeline_that_has_an_area_of_its_own_keeps_the_size_that_is_asked_for(size, area):
+    areas = []
+
+    def call(_self, prompt, width=None, height=None, max_area=None, callback_on_step_end=None, **_):
+        areas.append(max_area)
+        callback_on_step_end(None, 0, None, {"latents": None})
+
+    list(run_pipeline(type("Kontext", (), {"__call__": call})(), ITEMS[:1], size))
+    assert areas == [area]
+
+
+def test_a_negative_prompt_of_the_call_is_that_of_every_image():
+    seen = []
+
+    def call(pipe, prompt, negative_prompt, callback_on_step_end, **_):
+        seen.append(negative_prompt)
+        callback_on_step_end(pipe, 0, 0, {"latents": torch.zeros(len(prompt), 1)})
+
+    list(run_pipeline(type("Guided", (), {"__call__": call})(), ITEMS[:3], {"negative_prompt": "blue"}, batch_size=2))
+    assert seen == [["blue", "blue"], ["blue"]]
 
 
 def test_no_machine_path_gets_into_a_trajectory(pipe):

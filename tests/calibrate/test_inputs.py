@@ -1,9 +1,12 @@
 """Tests of what is gathered of a group's input, against the formulas over all tokens at once."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from fluxq.calibrate.inputs import GroupInputs, InputsBuilder
+from fluxq.calibrate.inputs import GroupInputs, InputsBuilder, _exact_products
 
 
 def some_calls(k: int, lengths=(40, 7, 301), dtype=torch.bfloat16, seed=0) -> list[torch.Tensor]:
@@ -122,6 +125,23 @@ def test_what_is_not_finite_is_named(bad, held):
     builder = InputsBuilder("blocks.0.to_q", 4, calls=(1, 1))
     with pytest.raises(ValueError, match=r"^blocks\.0\.to_q: its input holds NaN or infinity at step 3$"):
         builder.add(x, held_out=held, step=3)
+
+
+def test_tf32_is_allowed_meanwhile_in_whatever_way_precision_was_set():
+    x: Any = SimpleNamespace(is_cuda=True, element_size=lambda: 2)
+    products: Any = torch.backends.cuda.matmul
+    at_first = products.fp32_precision
+    try:
+        for before in ("tf32", "none"):
+            products.fp32_precision = before
+            with _exact_products(x):
+                assert products.fp32_precision == "tf32"
+            assert products.fp32_precision == before
+        whole: Any = torch.backends
+        whole.fp32_precision = "ieee"
+        assert products.fp32_precision == "ieee"  # what was not set follows that of all libraries
+    finally:
+        whole.fp32_precision = products.fp32_precision = at_first
 
 
 def test_other_bad_input_is_named():

@@ -463,7 +463,7 @@ def replays_to_the_bit(model: nn.Module, calls: Calls) -> None:
 
 
 FLUX_CALL = {"height": 16, "width": 16, "max_sequence_length": 8, "guidance_scale": 1.0}
-KONTEXT = {**FLUX_CALL, "max_area": 256, "_auto_resize": False}
+KONTEXT = {**FLUX_CALL, "_auto_resize": False}
 EDIT = {"height": 32, "width": 32, "true_cfg_scale": 4.0}
 VIDEO = {"height": 16, "width": 16, "guidance_scale": 4.0}
 

@@ -105,6 +105,7 @@ def test_a_recipe_is_written_by_options_or_by_questions_and_checked(fluxq, monke
     assert asked[1:] == [advising.Wish("5070", "speed", 12e9)] and next(answers, None) is None
 
 
+@pytest.mark.slow
 def test_a_recipe_that_cannot_be_written_is_a_failure_of_the_work_and_one_that_is_there_of_the_request(
     fluxq, monkeypatch
 ):
@@ -490,6 +491,13 @@ def test_rtn_needs_no_data_and_its_scales_are_dynamic(fluxq, monkeypatch, tmp_pa
     said = json.loads((tmp_path / "out" / "transformer" / "config.json").read_text())["quantization_config"]
     assert "nvfp4-nvfp4" in said["layers"] and said["required_features"] == []
     assert not any(name.endswith("input_scale") for name in load_file(tmp_path / "out" / WEIGHTS))
+
+
+def test_a_recipe_without_calibration_will_do_where_the_profile_only_rounds(fluxq, tmp_path):
+    entry = "{weights: {format: nvfp4}, rounding: {method: gptq}}"
+    (tmp_path / "r.yaml").write_text(f"components: {{transformer: {entry}}}\n")
+    assert_refused(fluxq("plan", "--recipe", "r.yaml"), 2, "calibration: what transformer says is fitted to data")
+    assert fluxq("plan", "--recipe", "r.yaml", "--profile", "rtn").code == 0
 
 
 def test_a_missed_gate_fails_but_keeps_the_checkpoint(fluxq, tmp_path):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import io
 import logging
 import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fluxq.base import console
 from fluxq.commands import show
+from fluxq.jobs.job import JobOptions
 
 HEADER = ("layer", "N", "reason")
 NAME = "transformer_blocks.0.attn.to_out.0"
@@ -112,3 +116,12 @@ def test_what_a_library_says_of_every_prompt_is_said_once(caplog):
         child.warning("The following part of your input was truncated: %s", prompt)
         child.warning("something else")
     assert stream.getvalue().count("The following") == 1 and stream.getvalue().count("something else") == 2
+
+
+def test_the_next_command_has_the_layers_that_statistics_are_of(capsys):
+    plan = SimpleNamespace(static_groups=lambda: {"group": ()})
+    options = JobOptions("m", include=("a.*",), exclude=("a.b", "a.c"))
+    job: Any = SimpleNamespace(finished=True, recipe_name="nvfp4", fitted={}, plans=[plan], options=options)
+    show.calibrated(job, Path("s.safetensors"))
+    command = "fluxq quantize m --recipe nvfp4 --include 'a.*' --exclude a.b --exclude a.c --statistics s.safetensors"
+    assert capsys.readouterr().out.splitlines()[-1] == f"next: {command}"

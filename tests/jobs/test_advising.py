@@ -132,6 +132,8 @@ def test_targets_hold_what_the_page_of_exports_says():
             column = header.index(f"`{target}`")
             held = {row[0].strip("`") for row in rows if row[column] != "requantize"}
             assert {*recipes} <= held, target
+    of_comfyui = [load_recipe(name)[1].components["transformer"].weights for name in advising.TARGETS["comfy"]]
+    assert "int4" not in {weights.row.element.name for weights in of_comfyui}  # comfy-kitchen decodes it, ComfyUI not
     assert tuple(advising.TARGETS) == TARGETS
 
 
@@ -164,7 +166,7 @@ def test_the_file_is_commented_loads_and_replaces_nothing(tmp_path, monkeypatch)
     assert "somebody" in (tmp_path / SCHEMA).read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mark", "page", "table"),
     [

@@ -13,9 +13,10 @@ from click.testing import CliRunner
 from diffusers import FluxTransformer2DModel
 
 import fluxq
+from fluxq.base.output import Output, job_digest
 from fluxq.cli import cli
 from fluxq.jobs import choosing, making
-from fluxq.jobs.job import JobOptions
+from fluxq.jobs.job import JobOptions, decisive
 from fluxq.jobs.planning import job_of
 from fluxq.jobs.search import AutoOptions, auto_options, search_before
 from fluxq.recipes.recipe import Auto, load_recipe
@@ -74,6 +75,15 @@ def test_an_interrupted_job_goes_on_without_another_search(model, mine, monkeypa
     assert Path("out-chosen.yaml").is_file() and not Path("out").exists()
     monkeypatch.setattr(choosing, "Bench", lambda *_: pytest.fail("searched again"))
     assert quantized(model, mine).path.is_dir()
+
+
+def test_a_job_that_replaces_an_output_goes_on_without_another_search_too(model, mine, monkeypatch) -> None:
+    options = JobOptions(str(model), str(mine), output="out", call=CALL, overwrite=True)
+    made, _ = search_before(options) or pytest.fail("no search")
+    digest = job_digest(decisive(made.job))
+    monkeypatch.setattr(Output, "holds", lambda _output, job: job == digest)
+    again, _ = search_before(options) or pytest.fail("no search")
+    assert (made.job.finished, again.job.finished) == (False, True)
 
 
 @pytest.mark.slow

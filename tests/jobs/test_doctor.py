@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,7 @@ def test_what_is_right_is_told_op_by_op(few, plain_checkpoint, tmp_path) -> None
     assert not (tmp_path / "cache").exists()  # the interpreter says nothing of a GPU
 
 
+@pytest.mark.slow
 def test_a_planted_fault_is_found_and_the_kernel_not_chosen(few, planted, plain_checkpoint, tmp_path) -> None:
     done = on_interpreter(plain_checkpoint("int8"), "--share", tmp_path / "shared.json")
     assert done.exit_code == 1 and "wrong here: scaled_matmul int8" in done.output, done.output
@@ -134,7 +135,7 @@ class Kernels(TorchDispatchMode):
         return launch.computed_by(name, args, CHIP) if self.by_kernels else REFERENCES[name](*args)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_images_are_right_again_where_a_wrong_kernel_is_known(planted, plain_checkpoint) -> None:
     from diffusers import FluxPipeline
 
@@ -159,7 +160,7 @@ def test_images_are_right_again_where_a_wrong_kernel_is_known(planted, plain_che
     dispatch.forget()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("recipe", "chip"), [("fp8", "sm_90"), ("nvfp4", "sm_120"), ("nvfp4-max", "sm_100")])
 def test_a_whole_checkpoint_is_right(recipe: str, chip: str, plain_checkpoint) -> None:
     done = run(plain_checkpoint(recipe), "--chip", chip, "--interpret")
@@ -182,6 +183,16 @@ def test_every_shipped_recipe_is_launched_plain_and_with_all_that_it_may_try() -
 def test_without_a_gpu_it_says_what_it_cannot_tell(plain_checkpoint) -> None:
     done = run(plain_checkpoint("int8"))
     assert done.exit_code == 2 and "only there doctor can tell" in done.output and "--interpret proves" in done.output
+
+
+def test_kernels_are_launched_on_the_gpu_that_was_named(monkeypatch) -> None:
+    """Triton launches on the current one, whatever the tensors are on."""
+    second, current = torch.device("cuda", 1), []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
+    monkeypatch.setattr(findings, "machine_of", lambda device, chip: {"gpu": "a GPU", "chip": chip})
+    monkeypatch.setattr(doctor, "_is_lost", lambda device: False)
+    monkeypatch.setattr(doctor, "_examined", lambda *_: {} if current == [second] else pytest.fail("on another"))
+    doctor.examine(doctor.Request(doctor.Machine(second, "sm_90", "speed", torch.bfloat16), None, {}, None))
 
 
 @pytest.mark.parametrize("words", [("doctor",), ("warmup", "tiny")])
@@ -418,6 +429,7 @@ def test_a_launch_that_ended_two_runs_is_wrong_until_it_is_asked_for_again(
     assert not json.loads(file.read_text())["unended"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_what_it_found_and_says_where_it_was(few, kept, plain_checkpoint, monkeypatch) -> None:
     every, calls = launch.linear_by, []
 

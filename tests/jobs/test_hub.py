@@ -45,6 +45,7 @@ def quantized(tmp_path: Path, model: str, **how: object) -> Record:
     return making.quantize(making.job_of(making.JobOptions(model=model, **options)))
 
 
+@pytest.mark.slow
 def test_the_commit_that_was_downloaded_is_recorded_and_asked_for_again(downloads, tmp_path):
     record = quantized(tmp_path, "a/b", revision="main")
     assert record.model.source == "a/b" and record.model.revision == COMMIT
@@ -164,6 +165,9 @@ def test_a_repository_without_its_owner_is_the_users(api, tmp_path):
     record: Any = SimpleNamespace(check=check, model=named, recipe=named, fluxq_version="0")
     assert hub.push(tmp_path, record, "x", False) == "https://huggingface.co/me/x"
     assert api.calls == [("create_repo", "x", False, True), ("upload_folder", "me/x", tmp_path.name, "tiny")]
+    api.fails = {"upload_folder": NoConnection("no route")}
+    with pytest.raises(OSError, match="the same command without --overwrite only uploads it"):
+        hub.push(tmp_path, record, "x", False)
 
 
 @pytest.mark.slow

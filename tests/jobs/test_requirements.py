@@ -8,7 +8,7 @@ from pathlib import Path
 import diffusers
 import pytest
 
-from fluxq.base.model import ModelFolder
+from fluxq.base.model import ModelFolder, load_pipeline, resolve_model
 from fluxq.jobs.requirements import (
     BINNED,
     _fits,
@@ -92,6 +92,11 @@ def test_frames_are_not_asked_of_images(folder):
         require_call(model, call_of(model, {}, {"num_frames": 5}))
 
 
+def test_a_pipeline_of_a_newer_diffusers_asks_for_it(folder):
+    with pytest.raises(ValueError, match=r"NextPipeline, which this diffusers \(.*\) does not have: update diffusers"):
+        require_call(folder("NextPipeline"), {})
+
+
 def test_a_size_without_a_table_of_resolutions_is_made_as_it_is(folder):
     model = folder("PixArtSigmaPipeline", sample_size=8)
     assert call_of(model, {}, {}) == {"use_resolution_binning": False}
@@ -137,3 +142,19 @@ def test_a_tuple_of_one_type_has_any_length() -> None:
     """FLUX.2's call says tuple[int] of three numbers."""
     assert _fits([10, 20, 30], tuple[int]) and _fits([1, 2], tuple[int, int])
     assert not _fits([1, 2, 3], tuple[int, int]) and not _fits(["1"], tuple[int])
+    assert _fits([725, 0.03], list[int]) and not _fits(0.03, int)
+
+
+def test_packages_that_a_tokenizer_is_read_by_are_named(tiny_folder, monkeypatch):
+    """Without them transformers takes the file for another kind, and asks for a package of that."""
+    file = tiny_folder / "tokenizer_2" / "spiece.model"
+    file.with_name("tokenizer.json").rename(file)
+    monkeypatch.setattr("transformers.utils.is_sentencepiece_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"tokenizer_2/spiece\.model: .*pip install sentencepiece protobuf"):
+        load_pipeline(resolve_model(str(tiny_folder)))
+
+
+def test_a_list_of_numbers_in_the_index_is_a_setting_and_no_component(tiny_folder):
+    index = tiny_folder / "model_index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "text_encoder_select_layers": [2, 5]}))
+    assert resolve_model(str(tiny_folder)).components == resolve_model("tiny").components

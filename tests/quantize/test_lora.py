@@ -41,6 +41,7 @@ def test_the_sum_is_what_diffusers_fuses_into_a_16_bit_model(lora_file):
         torch.testing.assert_close(weights[name].float(), want[name], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_loaded_model_gets_the_same_sum_in_its_own_dtype(lora_file):
     file = lora_file("one.safetensors", LAYERS)
     updates = [read_updates(LoraFile(file, 0.7), TINY, "transformer")]
@@ -111,7 +112,7 @@ A, B = "transformer.x_embedder.lora_A.weight", "transformer.x_embedder.lora_B.we
         (lambda t: t[A].fill_(float("nan")), "x_embedder: holds NaN"),
         (
             lambda t: t.update({"transformer.x_embedder.lora_magnitude_vector": torch.ones(128)}),
-            "lora_magnitude_vector",
+            "x_embedder.lora_magnitude_vector are a DoRA's",
         ),
         (lambda t: t.pop(B), "x_embedder"),
     ],
@@ -122,13 +123,29 @@ def test_nothing_is_left_out_silently(lora_file, change, message):
         read_updates(LoraFile(damaged(file, change), 1.0), TINY, "transformer")
 
 
-def test_keys_that_a_converter_would_drop_are_an_error(lora_file, tmp_path):
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("lora_unet_nowhere.lora_down.weight", "nowhere"),
+        ("lora_unet_single_blocks_0_linear2.diff_b", r"keys \S+linear2\.diff_b change norms, biases"),
+        ("diffusion_model.single_blocks.0.norm.query_norm.diff", r"keys \S+norm\.diff change norms, biases"),
+        ("lora_te3_encoder_block_0_layer_0_SelfAttention_q.lora_up.weight", "keys lora_te3.* adapt a text encoder"),
+        ("text_encoders.t5xxl.transformer.shared.lora_up.weight", r"keys \S+t5xxl.* adapt a text encoder"),
+    ],
+)
+def test_keys_that_a_converter_would_drop_are_an_error(key, message, lora_file, tmp_path):
     file = lora_file("own.safetensors", ("single_transformer_blocks.*.proj_out",), alpha=2)
-    tensors = kohya(load_file(file), 2.0)
-    tensors["lora_unet_nowhere.lora_down.weight"] = tensors["lora_unet_nowhere.lora_up.weight"] = torch.ones(4, 4)
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "kohya.safetensors")
-    with pytest.raises(ValueError, match="nowhere"):
+    save_file(kohya(load_file(file), 2.0) | {key: torch.ones(4, 4)}, tmp_path / "kohya.safetensors")
+    with pytest.raises(ValueError, match=message):
         fused(str(tmp_path / "kohya.safetensors"))
+
+
+def test_keys_of_zeros_that_a_converter_drops_change_nothing(lora_file, tmp_path):
+    file = lora_file("own.safetensors", ("single_transformer_blocks.0.proj_out",), alpha=2)
+    zeros = {"lora_unet_single_blocks_0_linear2.diff_b": torch.zeros(4)}
+    save_file(kohya(load_file(file), 2.0) | zeros, tmp_path / "kohya.safetensors")
+    updates = read_updates(LoraFile(tmp_path / "kohya.safetensors", 1.0), TINY, "transformer")
+    assert updates.keys() == {"single_transformer_blocks.0.proj_out"}
 
 
 @pytest.mark.parametrize(
@@ -162,6 +179,7 @@ def options(tmp_path: Path, **how) -> making.JobOptions:
     )
 
 
+@pytest.mark.slow
 def test_the_checkpoint_holds_the_fused_weights_and_says_so(lora_file, tmp_path):
     file = lora_file("l.safetensors", LAYERS)
     record = making.quantize(making.job_of(options(tmp_path, lora=(f"{file}:0.8",), check=False)))
@@ -181,6 +199,7 @@ def test_the_checkpoint_holds_the_fused_weights_and_says_so(lora_file, tmp_path)
     assert torch.equal(stored["x_embedder.weight"], weights["x_embedder.weight"].bfloat16())
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_blocks_that_a_lora_changed(lora_file, tmp_path, monkeypatch, caplog):
     asked = options(tmp_path, lora=(f"{lora_file('l.safetensors', LAYERS)}:0.8",), check=False)
     finish, made = run_module.finish, []
@@ -200,7 +219,7 @@ def test_an_interrupted_run_goes_on_with_blocks_that_a_lora_changed(lora_file, t
     assert len(made) == 4 and not {*made} & {*again} and "other weights" not in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_layers_are_fitted_to_and_checked_against_the_16_bit_model_that_has_the_lora(lora_file, quick_recipe, tmp_path):
     file = lora_file("l.safetensors", (*LAYERS, "proj_out", "to_v"))
     fitted = {"recipe": str(quick_recipe("int8")), "profile": None}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fluxq.base.console import first_line, logger, path_near
+from fluxq.base.files import WEIGHT_STEMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,9 +23,13 @@ if TYPE_CHECKING:
 PATTERNS = [
     "model_index.json",
     "*/*.json",
-    "*/*.safetensors",
+    *(f"*/{stem}.safetensors" for stem in WEIGHT_STEMS),
+    # Shards, numbered with four to six digits: variants such as fp16 stay out.
+    *(f"*/{stem}-*-of-{digits}.safetensors" for stem in WEIGHT_STEMS for digits in ("????", "?????", "??????")),
+    "*/adapter_model.safetensors",
     "*/*.txt",
     "*/*.model",
+    "*/*.jinja",
     "LICENSE*",
     "license*",
     "NOTICE*",
@@ -113,7 +118,10 @@ def _require_fetchable(model: str, files: Iterable[Any]) -> None:
     if "model_index.json" not in names:
         raise no_model(model, "that repository holds no diffusers pipeline (it has no model_index.json)")
     if not any(name.endswith(".safetensors") for name in names):
-        raise ValueError(f"model {model!r} holds no safetensors weights; unpickling a stranger's file runs its code")
+        raise ValueError(
+            f"model {model!r} holds no safetensors weights, or only a variant such as fp16; "
+            "unpickling a stranger's file runs its code"
+        )
     needed = sum(file.file_size for file in files if file.will_download)
     place = next(parent for parent in Path(constants.HF_HUB_CACHE, "x").absolute().parents if parent.exists())
     free = shutil.disk_usage(place).free

@@ -92,5 +92,6 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "serve": (*SERVE,),
     "demo": (*DEMO, *SERVE),
 }
+TEXT_ENCODERS = "a quantized text encoder"
 # Feature -> the library, and its first version that has it.
-NEWER = {"SeaCache": ("diffusers", "0.41")}
+NEWER = {"SeaCache": ("diffusers", "0.41"), TEXT_ENCODERS: ("transformers", "5.21")}

@@ -58,6 +58,7 @@ _OURS = frozenset(  # arguments of a call that fluxq gives itself, and others th
 )
 _LONGEST_NAME = 80  # of a component
 _ATTENTION = "attn_implementation"
+_SENTENCEPIECE = "spiece.model"  # of T5, as PixArt and LTX-Video have it
 _CUT_PROMPT = "The following part of your input was truncated"  # by diffusers, of a prompt longer than CLIP reads
 _LONG_PROMPT = "Token indices sequence length is longer"  # by transformers, of the same
 _SNAPSHOTS = "snapshots"  # in the hub's cache: commit -> folder
@@ -98,7 +99,7 @@ class ModelFolder:
     @property
     def components(self) -> dict[str, str]:
         """Component -> class name, of those with weights or files of their own."""
-        listed = {name: value for name, value in self.index.items() if isinstance(value, list)}
+        listed = {name: value for name, value in self.index.items() if _is_component(value)}
         return {name: value[1] for name, value in listed.items() if value[0] is not None}
 
     def require_component(self, component: str) -> None:
@@ -260,6 +261,7 @@ def load_pipeline(
     import torch
 
     check_weights(folder)
+    _require_readers(folder)
     try:
         with without_loading_bars():
             pipeline = diffusers.DiffusionPipeline.from_pretrained(
@@ -276,6 +278,19 @@ def load_pipeline(
     say_once("diffusers", _CUT_PROMPT)
     say_once("transformers", _LONG_PROMPT)
     return pipeline.to(device) if models is None else pipeline
+
+
+def _require_readers(folder: ModelFolder) -> None:
+    """Raise RuntimeError for a tokenizer whose packages are absent, of which transformers would name another."""
+    from transformers.utils import is_protobuf_available, is_sentencepiece_available
+
+    for place in (folder.path / component for component in folder.components):
+        is_alone = (place / _SENTENCEPIECE).is_file() and not (place / "tokenizer.json").is_file()
+        if is_alone and not (is_sentencepiece_available() and is_protobuf_available()):
+            raise RuntimeError(
+                f"{place / _SENTENCEPIECE}: transformers reads it by packages that are not installed: pip install "
+                "sentencepiece protobuf"
+            )
 
 
 def check_weights(folder: ModelFolder) -> None:
@@ -302,7 +317,7 @@ def require_safe(folder: ModelFolder) -> None:
             f"{folder.path}: model_index.json asks for a pipeline class from remote code, which is never run"
         )
     for component, value in folder.index.items():
-        if isinstance(value, list) and value != [None, None]:
+        if _is_component(value) and value != [None, None]:
             if len(value) != 2 or not isinstance(value[1], str):
                 raise ValueError(f"{folder.path}: model_index.json says {value!r} of {component!r}, not its class")
             if module_of(value[0]) is None:
@@ -313,6 +328,11 @@ def require_safe(folder: ModelFolder) -> None:
         if not component.isidentifier() or len(component) > _LONGEST_NAME:  # it is a folder here, an argument there
             raise ValueError(f"{folder.path}: component name {component[:80]!r} is no name of Python; correct it")
     _require_safe_files(folder)
+
+
+def _is_component(value: object) -> bool:
+    """Tell a component of `model_index.json` from a setting, which may be a list of numbers (Krea 2 has one)."""
+    return isinstance(value, list) and not (value and all(isinstance(each, (int, float)) for each in value))
 
 
 def _require_safe_files(folder: ModelFolder) -> None:

@@ -160,12 +160,12 @@ class Session:
         from fluxq.recipes.recipe import load_recipe
 
         arguments = self.arguments
+        recipe_name, recipe = load_recipe(arguments["recipe"], profile=arguments.get("profile"))
         if self.who:  # the first process checks
-            return load_recipe(arguments["recipe"])[1]
+            return recipe
         for name in ("model", "output"):
             if arguments.get(name) == "":
                 raise ValueError(f"{name.upper()} is empty: give a name, or leave it out")
-        recipe_name, recipe = load_recipe(arguments["recipe"])
         model = arguments["model"] or recipe.model
         self.requirements.require_files(arguments)
         folder = self.requirements.require_model(

@@ -262,7 +262,8 @@ def chosen(result: dict[str, Any], places: Mapping[str, str], options: JobOption
     if "card" in result:
         fit(result["card"])
     if options is not None and not result.get("checkpoints") and "card" not in result:
-        echo(f"next: {_quantizing(replace(options, recipe=places['output'], profile=None))}")
+        plain = replace(options, recipe=places["output"], profile=None, include=(), exclude=())  # which it says
+        echo(f"next: {_quantizing(plain)}")
 
 
 def _computed(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -297,6 +298,8 @@ def _quantizing(options: JobOptions) -> str:
     words += ["--recipe", options.recipe]
     words += ["--profile", options.profile] if options.profile else []
     words += ["--components", ",".join(options.components)] if options.components else []
+    words += [word for pattern in options.include for word in ("--include", pattern)]
+    words += [word for pattern in options.exclude for word in ("--exclude", pattern)]
     words += [word for lora in options.lora for word in ("--lora", lora)]
     words += ["--revision", options.revision] if options.revision else []
     return f"fluxq quantize {shlex.join(words)}"
@@ -332,7 +335,7 @@ def quantized(job: Job, record: Record) -> None:
 
 def judged(gate: GateOutcome) -> str:
     """Return a gate and its measured value, as in `psnr>=30 (28.1)`."""
-    return f"{gate.gate} ({'not measured' if gate.value is None else f'{gate.value:.4g}'})"
+    return f"{gate.gate} ({gate.absent if gate.value is None else f'{gate.value:.4g}'})"
 
 
 def why_failed(job: Job, check: Check) -> str:

@@ -54,7 +54,7 @@ def new(
     Example:
       fluxq recipe new
       fluxq recipe new --gpu 4070 --want speed -o mine.yaml
-      fluxq recipe new --gpu 3060 --memory 10GB --want quality --for comfy
+      fluxq recipe new --gpu 4090 --memory 20GB --want quality --for comfy
     """
     from fluxq.recipes.devices import find_device
 

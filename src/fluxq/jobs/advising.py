@@ -345,10 +345,10 @@ BY_QUALITY = (
     "mxfp4-max",
     "mxfp4",
 )
-# Target -> recipes whose main layers keep their codes in its file (docs/exchange.md).
+# Target -> recipes whose main layers keep their codes in its file (docs/exchange.md), and which its program loads.
 TARGETS: dict[str, tuple[str, ...]] = {
     OWN: ("int8", "fp8", "mxfp8", "int4", "nvfp4-max", "nvfp4", "mxfp4-max", "mxfp4"),
-    "comfy": ("int8-convrot", "int8", "fp8-comfy", "mxfp8", "nvfp4", "int4-svd"),
+    "comfy": ("int8-convrot", "int8", "fp8-comfy", "mxfp8", "nvfp4"),
     "torchao": ("int8", "fp8-comfy", "fp8", "mxfp8", "nvfp4"),
     "modelopt": ("fp8-comfy", "fp8", "mxfp8", "nvfp4"),
     "bfl": ("fp8", "nvfp4"),

@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -162,7 +162,8 @@ def examine(request: Request) -> Examination:
         try:
             with findings.instead(), _unverified():  # what was wrong before is proved anew
                 dispatch.forget()
-                with interpreting(machine.chip) if machine.device.type == "cpu" else nullcontext():
+                is_there = machine.device.type == "cuda"  # then Triton is to launch on that GPU
+                with torch.cuda.device(machine.device) if is_there else interpreting(machine.chip):
                     choosers = _examined(request, examination, keeper)
             with findings.instead(findings.document(examination.machine, examination.our_rows)):
                 dispatch.forget()

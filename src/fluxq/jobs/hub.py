@@ -51,6 +51,7 @@ def push(output: Path, record: Record, repo: str, private: bool) -> str:
         api.upload_folder(repo_id=address.repo_id, folder_path=output, commit_message=message)
     except Exception as error:  # as above
         raise OSError(
-            f"{output} is complete but not uploaded to {repo} ({first_line(error)}); the same command only uploads it"
+            f"{output} is complete but not uploaded to {repo} ({first_line(error)}); the same command "
+            "without --overwrite only uploads it"
         ) from None
     return str(address)

@@ -224,6 +224,7 @@ def identity_of(job: Job) -> dict[str, Any]:
         "call": job.call,
         "dtype": options.dtype,
         "max_shard_bytes": options.max_shard_bytes,
+        "parallel_blocks": (options.parallel_blocks and bool(job.fitted)) or None,  # as in records that lack it
     }
 
 

@@ -310,7 +310,8 @@ def warm_up(output: str, device: str, tokens: Sequence[int], prefer: str, dtype:
 
     kinds = dict.fromkeys(kind for model in quantized_components(output).values() for kind in kinds_of(model))
     machine = Machine(where, chip_of(where), prefer, getattr(torch, dtype))
-    return [asdict(row) for row in warm_up(kinds, tokens, machine)]
+    with torch.cuda.device(where):  # Triton launches on the current one
+        return [asdict(row) for row in warm_up(kinds, tokens, machine)]
 
 
 def quantized_components(output: str) -> dict[str, torch.nn.Module]:

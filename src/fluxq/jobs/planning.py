@@ -12,6 +12,7 @@ import torch
 from fluxq.base import devices
 from fluxq.base.console import logger
 from fluxq.base.devices import AUTO, free_bytes
+from fluxq.base.extras import TEXT_ENCODERS, too_old_for
 from fluxq.base.files import sha256_file
 from fluxq.base.model import DEFAULT_MODEL, ModelFolder, check_weights, resolve_model
 from fluxq.base.output import Output, plain_path
@@ -130,7 +131,11 @@ def _job_of(options: JobOptions, writes: bool, runs: bool, ranks: Ranks, identit
     if options.check:
         require_pictures(folder, "pass --no-check")
     job = replace(job, identity=identity or identity_of(job))
-    return replace(job, finished=finished_checkpoint(job))
+    job = replace(job, finished=finished_checkpoint(job))
+    encoders = [plan.component for plan in plans if plan.kind == "text_encoder"]
+    if encoders and options.check and not job.finished and (too_old := too_old_for(TEXT_ENCODERS)):
+        raise ValueError(f"{', '.join(encoders)}: {too_old}, or pass --no-check")
+    return job
 
 
 def _plans(folder: ModelFolder, recipe: Recipe, options: JobOptions) -> tuple[Plan, ...]:

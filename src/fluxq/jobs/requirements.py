@@ -46,7 +46,8 @@ def require_call(
     pipeline, file = folder.pipeline_class, file or folder.path / GENERATION_FILE
     if pipeline is None:
         name = folder.index["_class_name"]
-        raise ValueError(f"{folder.path}: a {name}, which this diffusers ({diffusers.__version__}) does not have")
+        present = diffusers.__version__
+        raise ValueError(f"{folder.path}: a {name}, which this diffusers ({present}) does not have: update diffusers")
     if ours := sorted(call.keys() & _OURS):
         where = "the call" if set(ours) & set(option_names) else file
         raise ValueError(f"{where}: {', '.join(ours)}: fluxq says that itself, by prompts and seeds; leave it out")
@@ -118,7 +119,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if isinstance(value, list):
         # One type is that of every value: libraries write tuple[int] for tuples of any length.
         is_short = kind is not tuple or len(inner) < 2 or Ellipsis in inner or len(value) == len(inner)
-        return kind in _LISTS and is_short and all(any(_fits(each, one) for one in inner or (Any,)) for each in value)
+        each_of = [float if one is int else one for one in inner] or [Any]  # LTX-Video's own timesteps end with 0.03
+        return kind in _LISTS and is_short and all(any(_fits(each, one) for one in each_of) for each in value)
     return type(value) in ((int, float) if kind is float else (kind,))
 
 

@@ -25,7 +25,7 @@ from fluxq.calibrate.errors import MEASURES, SIXTEEN_BIT, ErrorTable, Measure
 from fluxq.jobs import memory
 from fluxq.jobs.fitted import fitted_of
 from fluxq.jobs.hub import require_pushable
-from fluxq.jobs.job import Job, JobOptions, Run, is_finished, require_no_other
+from fluxq.jobs.job import Job, JobOptions, Run, decisive, is_finished, require_no_other
 from fluxq.jobs.listing import items_of_list, listed_call
 from fluxq.jobs.menu import Costs, Offer, modelled_ms, offer_of, stored_bits, stored_size
 from fluxq.jobs.planning import job_of, settle_by
@@ -205,6 +205,10 @@ def search_before(options: JobOptions, ranks: Ranks = ALONE) -> tuple[Search, Jo
     output = output_for(options.output, model.name, name, is_file=False)
     place = output.with_name(f"{output.name}-chosen.yaml")
     search = search_of(replace(options, output=str(place), statistics=None), auto_options(recipe, {}), ranks=ranks)
+    job = search.job
+    is_chosen = ranks.leads and Output(job.output, True, (".json",)).holds(job_digest(decisive(job)))
+    if ranks.agree(is_chosen):  # by the same command, --overwrite or not, which ended before layers were fitted
+        search = replace(search, job=replace(job, finished=True))
     return search, replace(options, recipe=str(search.job.output), output=str(output))
 
 
