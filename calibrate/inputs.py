@@ -194,10 +194,11 @@ def _exact_products(x: Tensor) -> Iterator[None]:
     if not x.is_cuda or x.element_size() != 2:
         yield
         return
-    products: Any = torch.backends.cuda.matmul
+    libraries: Any = torch.backends
+    products = libraries.cuda.matmul
     before = products.fp32_precision  # torch.get_float32_matmul_precision raises where the user has set this
-    whole: Any = torch.backends
-    before = "none" if before == whole.fp32_precision else before  # "none": as that of all libraries, also later
+    if before == libraries.fp32_precision:
+        before = "none"  # as that of all libraries, also later
     products.fp32_precision = "tf32"
     try:
         yield

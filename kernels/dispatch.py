@@ -28,6 +28,7 @@ import triton
 from torch import Tensor
 
 from fluxq.base.console import logger
+from fluxq.base.devices import version_numbers
 from fluxq.kernels import findings
 from fluxq.kernels.all_ops import ATTENTION_FP8, OPS, QUANTIZE_ACTIVATION, WEIGHT_ONLY_MATMUL, product_of
 from fluxq.kernels.attention.op import format_of
@@ -89,7 +90,7 @@ def refusal(op: str, format: str, chip: str) -> str:
     why = _refusals(compiled_with()).get(cell)
     if why is None:
         missing = f"no tile for {chip} was compiled with Triton {compiled_with()}"
-        later = (version for version in PROVEN if _number(version) > _number(compiled_with()))
+        later = (version for version in PROVEN if version_numbers(version) > version_numbers(compiled_with()))
         newer = next((version for version in later if _refusals(version).get(cell) == ""), None)
         return f"{missing}, but with {newer}: update torch, which brings it" if newer else row.elsewhere or missing
     return why or findings.wrong(op, format, chip)
@@ -326,13 +327,9 @@ def compiled_with() -> str:
     here = minor(triton.__version__)
     if here in PROVEN:
         return here
-    newest = max(PROVEN, key=_number)
+    newest = max(PROVEN, key=version_numbers)
     logger.warning("kernels were never compiled with Triton %s: what runs where is taken from Triton %s", here, newest)
     return newest
-
-
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
 
 
 @functools.cache

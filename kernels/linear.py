@@ -85,10 +85,8 @@ class StoredLayer:
 
     def read(self, name: str) -> Tensor:
         """Return the stored tensor `layer.name`; ValueError naming one that is missing."""
-        for file in sorted(self.folder.glob("*.safetensors")):
-            stored = TensorFile(file)
-            if f"{self.layer}.{name}" in stored.keys():
-                return stored.get_tensor(f"{self.layer}.{name}")
+        if (file := self._file_of(name)) is not None:
+            return file.get_tensor(f"{self.layer}.{name}")
         raise ValueError(
             f"{self.layer}.{name} is not in the safetensors files of {self.folder}, from where this model was loaded. "
             "It was prepared for one GPU, and to save it its stored form is read from there: put the files back, or "
@@ -98,9 +96,12 @@ class StoredLayer:
     @property
     def rank(self) -> int:
         """Rank of the stored low-rank branch."""
-        headers = (TensorFile(file).stored for file in self.folder.glob("*.safetensors"))
-        branches = (stored.get(f"{self.layer}.{LOW_RANK[0]}") for stored in headers)
-        return next((branch.shape[0] for branch in branches if branch), 0)
+        file = self._file_of(LOW_RANK[0])
+        return 0 if file is None else file.stored[f"{self.layer}.{LOW_RANK[0]}"].shape[0]
+
+    def _file_of(self, name: str) -> TensorFile | None:
+        files = map(TensorFile, sorted(self.folder.glob("*.safetensors")))
+        return next((file for file in files if f"{self.layer}.{name}" in file.stored), None)
 
 
 @dataclass(frozen=True)

@@ -333,18 +333,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--run-all"):
         return
     option = "--run-all" if config.getoption("--run-slow") else "--run-slow"
+    counts = Counter(item.nodeid.partition("[")[0] for item in items)
+    by_name = {argument.removeprefix("./").partition("[")[0] for argument in config.args if "::" in argument}
     left = list[pytest.Item]()
-    for of_test in slow.values():
-        takes_some = option == "--run-all" and not of_test[0].get_closest_marker("long")
-        left += without_spread(of_test, SLOW_SETS) if takes_some else of_test
-    of_run = {id(item) for item in items} - {id(item) for item in left}
-    tests = {item.nodeid.partition("[")[0] for item in items if id(item) in of_run}
-    by_name = tuple(argument.removeprefix("./") for argument in config.args if "::" in argument)
-    # A test that is slow in all its sets runs where it is called by name.
-    left = [item for item in left if item.nodeid.partition("[")[0] in tests or not item.nodeid.startswith(by_name)]
+    for test, of_test in slow.items():
+        if option == "--run-all" and not of_test[0].get_closest_marker("long"):
+            left += without_spread(of_test, SLOW_SETS)
+        elif test not in by_name or len(of_test) < counts[test]:  # slow in all its sets, it runs if called by name
+            left += of_test
     config.hook.pytest_deselected(items=left)  # not skipped: that would take seconds for thousands of them
-    left_out = {id(item) for item in left}
-    items[:] = [item for item in items if id(item) not in left_out]
+    left_out = set(left)
+    items[:] = [item for item in items if item not in left_out]
     output = vars(config).setdefault("workeroutput", {})  # what xdist takes to the process that started this one
     if left:
         output["left out"] = f"{len(left)} slow tests are left out: `pytest {option}` or `.ci/run --full` runs them"

@@ -194,10 +194,10 @@ def package_version(name: str) -> str:
 
 def is_older(package: str, first: str) -> bool:
     """Tell whether an installed package is older than a version, or not installed."""
-    return _parts(package_version(package)) < _parts(first)
+    return version_numbers(package_version(package)) < version_numbers(first)
 
 
-def _parts(version: str) -> list[int]:
+def version_numbers(version: str) -> list[int]:
     """Return the numbers that a version begins with; of one that is not installed, none."""
     return [int(number) for number in re.findall(r"\d+", re.match(r"[\d.]*", version)[0])]  # pyright: ignore[reportOptionalSubscript]
 

@@ -43,7 +43,14 @@ from fluxq.integrations.loading import (
     require_whole_set,
     with_stored_tensors,
 )
-from fluxq.integrations.whole import computes_in, in_words_of_diffusers, numbers_of, refuse_casting
+from fluxq.integrations.whole import (
+    computes_in,
+    dtype_in,
+    in_words_of_diffusers,
+    numbers_of,
+    refuse_casting,
+    without_dtype,
+)
 from fluxq.kernels.linear import SCALE_NAMES
 from fluxq.recipes.computing import QUANT_METHOD, Attentions, Steps
 
@@ -243,11 +250,9 @@ def register_with_pipelines() -> None:
 
     @functools.wraps(stock_to)
     def to(self: DiffusionPipeline, *args: Any, **kwargs: Any) -> DiffusionPipeline:
-        dtype = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)), None)
-        models = _models(self)
+        dtype, models = dtype_in(args, kwargs), _models(self)
         if dtype is not None and computes_in(models, dtype):  # diffusers refuses this too, of quantized models
-            args = tuple(arg for arg in args if arg is not dtype)
-            kwargs = {name: arg for name, arg in kwargs.items() if arg is not dtype}
+            args, kwargs = without_dtype(args, kwargs)
         elif dtype is not None:
             refuse_casting(models, dtype)
         return stock_to(self, *args, **kwargs) if args or kwargs or dtype is None else self

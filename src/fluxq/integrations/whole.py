@@ -16,13 +16,16 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fluxq.kernels.linear import QuantLinear, quant_layers
 from fluxq.recipes.computing import BACKENDS, Attention
+
+if TYPE_CHECKING:
+    from fluxq.integrations.peft import IntoBranch
 
 _LOADING = threading.RLock()
 _FUSED = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
@@ -38,12 +41,12 @@ def register_with_diffusers() -> None:
     @functools.wraps(stock_to)
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Let pass what casts nothing, as diffusers' `load_ip_adapter` and `save_lora_adapter` ask for it."""
-        if quant_layers(self):  # of which diffusers refuses any dtype
-            dtype = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)), None)
-            if dtype is None or computes_in({"": self}, dtype):
-                args = tuple(value for value in args if value is not dtype)
-                kwargs.pop("dtype", None)
-        return stock_to(self, *args, **kwargs) if args or kwargs else self  # pyright: ignore[reportArgumentType]
+        dtype = dtype_in(args, kwargs)
+        if quant_layers(self) and (dtype is None or computes_in({"": self}, dtype)):  # diffusers refuses any dtype
+            args, kwargs = without_dtype(args, kwargs)
+            if not args and not kwargs:
+                return self
+        return stock_to(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
 
     ModelMixin.to = to  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -98,32 +101,27 @@ def register_with_lora_loader() -> None:
     from diffusers.loaders.peft import PeftAdapterMixin
 
     pipelines: Any = LoraBaseMixin
-    stock_fuse, stock_unfuse, of_pipelines = (
-        PeftAdapterMixin.fuse_lora,
-        PeftAdapterMixin.unfuse_lora,
-        pipelines.unfuse_lora,
-    )
+    stock_fuse, stock_unfuse = PeftAdapterMixin.fuse_lora, PeftAdapterMixin.unfuse_lora
+    unfuse_stock_components = pipelines.unfuse_lora
 
     @functools.wraps(stock_fuse)
     def fuse_lora(self: Any, lora_scale: float = 1.0, safe_fusing: bool = False, adapter_names: Any = None) -> Any:
-        from fluxq.integrations.peft import IntoBranch
-
-        for module in self.modules():
-            if isinstance(module, IntoBranch):
-                module.mergeable(adapter_names)
+        for layer in _into_branches(self):
+            layer.mergeable(adapter_names)
         return stock_fuse(self, lora_scale, safe_fusing, adapter_names)
 
     @functools.wraps(stock_unfuse)
     def unfuse_lora(self: Any) -> None:
-        _require_unmergeable(self)
+        for layer in _into_branches(self):
+            layer.require_unmergeable()
         stock_unfuse(self)
 
-    @functools.wraps(of_pipelines)
+    @functools.wraps(unfuse_stock_components)
     def unfuse_components(self: Any, components: Sequence[str] = (), **kwargs: Any) -> None:
         for model in (getattr(self, name, None) for name in components or ()):
-            if isinstance(model, nn.Module):
-                _require_unmergeable(model)
-        of_pipelines(self, components, **kwargs)
+            for layer in _into_branches(model) if isinstance(model, nn.Module) else ():
+                layer.require_unmergeable()
+        unfuse_stock_components(self, components, **kwargs)
 
     PeftAdapterMixin.fuse_lora, PeftAdapterMixin.unfuse_lora = fuse_lora, unfuse_lora
     pipelines.unfuse_lora = unfuse_components
@@ -163,13 +161,11 @@ def _attending(attention: Attention) -> Any:
     return attend
 
 
-def _require_unmergeable(model: nn.Module) -> None:
-    """Raise ValueError, before any layer is unmerged, for one that no longer holds all that was merged."""
+def _into_branches(model: nn.Module) -> list[IntoBranch]:
+    """List the layers of a model whose adapters fuse into the low-rank branch."""
     from fluxq.integrations.peft import IntoBranch
 
-    for module in model.modules():
-        if isinstance(module, IntoBranch):
-            module.require_unmergeable()
+    return [module for module in model.modules() if isinstance(module, IntoBranch)]
 
 
 def _teach(model_class: Any) -> None:
@@ -260,6 +256,17 @@ def _require_stored(model: nn.Module, state: Mapping[str, Any]) -> None:
                     f"{path}.{name}: the state dict has {value.dtype}, a layer quantized as {layer.scheme} stores "
                     f"{stored.dtype}, and nothing was loaded. Load a checkpoint by from_pretrained"
                 )
+
+
+def dtype_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype that a call of `to` names; None if it names none."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)), None)
+
+
+def without_dtype(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call of `to` without its dtype, nor a `dtype=None`."""
+    rest = {name: value for name, value in kwargs.items() if name != "dtype" and not isinstance(value, torch.dtype)}
+    return tuple(value for value in args if not isinstance(value, torch.dtype)), rest
 
 
 def computes_in(models: Mapping[str, nn.Module], dtype: torch.dtype) -> bool:

@@ -152,7 +152,7 @@ def as_stored(layer: QuantLinear) -> dict[str, Tensor]:
             f"{prepared.origin.layer}.weight in {prepared.origin.folder} is not what this model was loaded from: put "
             "the original files back, or load the model again and name its folder, fluxq.prepare(..., source=FOLDER)"
         )
-    if prepared.scheme.rank > prepared.origin.rank:
+    if (rank := prepared.scheme.rank) and rank > prepared.origin.rank:
         raise ValueError(
             f"{prepared.origin.layer}: an adapter was fused before fluxq.prepare, and only the codes for this GPU hold "
             "it: save before fluxq.prepare, or load the checkpoint again"

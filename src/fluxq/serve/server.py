@@ -310,9 +310,12 @@ def dispatcher_of(options: ServeOptions, checked: Checked, hands: Hands) -> Disp
 
 def limits_of(options: ServeOptions) -> Limits:
     """Return the bounds of a request."""
-    images = min(Limits.images, options.max_queue)  # more would be refused as "the queue is full", however empty
-    sizes = {"pixels": options.max_pixels, "steps": options.max_steps, "pixel_steps": options.max_pixel_steps}
-    return Limits(images=images, **sizes)
+    return Limits(
+        images=min(Limits.images, options.max_queue),  # more would be refused as "the queue is full", however empty
+        pixels=options.max_pixels,
+        steps=options.max_steps,
+        pixel_steps=options.max_pixel_steps,
+    )
 
 
 def names_of(outputs: Sequence[str]) -> dict[str, str]:
