@@ -27,6 +27,14 @@ ROUND_FP16 = tl.constexpr(
     "mov.b32 {a, b}, p; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
 )
 
+# PTX that widens two bf16 numbers: Triton's cast takes an instruction more for the upper one.
+WIDEN_BF16 = tl.constexpr("{ .reg .b32 p; mov.b32 p, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xffff0000; }")
+# PTX for 1 / v, rounded: what ptxas makes of `rcp.rn.f32` for numbers whose reciprocals are not subnormal, without the
+# branch to the others. Of zero, infinity and NaN the first step is the result.
+RECIPROCAL = tl.constexpr(
+    "{ .reg .f32 y, e, z; .reg .pred p; rcp.approx.ftz.f32 y, $1; fma.rn.f32 e, $1, y, 0fBF800000; neg.f32 e, e; "
+    "fma.rn.f32 z, y, e, y; setp.nan.f32 p, z, z; selp.f32 $0, y, z, p; }"
+)
 # PTX for E4M3 from sm_89 on, where Triton's own cast may round twice: codes of four numbers.
 CODE_E4M3 = tl.constexpr(
     "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
@@ -44,6 +52,17 @@ def levels_of(size: int, regular: bool) -> int:
     """Return the HADAMARD of kernels: log2 of the size of its blocks, below 0 for the regular matrix; 0 for none."""
     levels = size.bit_length() - 1 if size else 0
     return -levels if regular else levels
+
+
+@triton.jit
+def widened(v):
+    """Return a floating-point tensor in fp32."""
+    # From sm_100 on some instructions take 16-bit operands, and rows that a program holds take fewer registers so.
+    NEW: tl.constexpr = tl.target_info.cuda_capability_geq(10, 0)
+    if v.dtype == tl.bfloat16 and tl.target_info.cuda_capability_geq(8, 0) and not NEW:
+        return tl.inline_asm_elementwise(WIDEN_BF16, "=r,=r,r", [v], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        return v.to(tl.float32)
 
 
 @triton.jit
@@ -120,8 +139,30 @@ def amax_bits(tiles, TILES: tl.constexpr):
     """Return the bits of max |v| of each row (ROWS,), int32, over all tiles (ROWS, COLUMNS): NaN is above infinity."""
     largest = tl.abs(tiles[0])
     for tile in tl.static_range(1, TILES):
-        largest = tl.maximum(largest, tl.abs(tiles[tile]), propagate_nan=tl.PropagateNan.ALL)
+        largest = nan_maximum(largest, tl.abs(tiles[tile]))
     return tl.max(largest.to(tl.int32, bitcast=True), 1)
+
+
+@triton.jit
+def nan_maximum(a, b):
+    """Return the larger number, NaN beside one."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def amax_of_blocks(values, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the bits of max |v| of each block of fp32 values (ROWS, COLUMNS): (ROWS, COLUMNS / GROUP) int32."""
+    magnitudes = tl.abs(tl.reshape(values, (ROWS, COLUMNS // GROUP, GROUP)))
+    return tl.reduce(magnitudes, 2, nan_maximum).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def amax_by_blocks(tiles, GROUP: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return `amax_bits` by way of blocks, in whose threads their scales are then computed, each once."""
+    largest = amax_of_blocks(tiles[0], GROUP, ROWS, COLUMNS)
+    for tile in tl.static_range(1, TILES):
+        largest = tl.maximum(largest, amax_of_blocks(tiles[tile], GROUP, ROWS, COLUMNS))
+    return tl.max(largest, 1)
 
 
 @triton.jit
@@ -143,7 +184,7 @@ def quantize_rows_tile(
     """Store RNE(v / step) for fp32 values (ROWS, COLUMNS), the tile'th columns of `rows`; step (ROWS,)."""
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
-    quotients = quotient(values, step[:, None], SCALE_GIVEN)
+    quotients = quotient(values, step[:, None], SCALE_GIVEN, False)
     if ELEMENT == "int8" and not SCALE_GIVEN:
         # |v / step| < 127.5, or NaN in all of the row: the sum's low byte is the code.
         code = (quotients + INTEGER).to(tl.int32, bitcast=True) & tl.where(step == step, 0xFF, 0)[:, None]
@@ -178,19 +219,24 @@ def quantize_blocks_tile(
     tiles and `rows` cover them.
     """
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+    amax = amax_of_blocks(values, GROUP, ROWS, COLUMNS)
     blocks = tl.reshape(values, (ROWS, COLUMNS // GROUP, GROUP))
-    amax = tl.max(magnitude_bits(blocks), 2)  # (ROWS, COLUMNS / GROUP)
     if FORMAT == "nvfp4":
         block_scale = nvfp4_scale(amax, g[:, None], 6.0)
-        scaled = quotient(blocks, (decode_e4m3(block_scale) * g[:, None])[:, :, None], SCALE_GIVEN)
+        step = nvfp4_step(block_scale, g, SCALE_GIVEN)
+        scaled = quotient(blocks, step[:, :, None], SCALE_GIVEN, True)
         if FOUR_OVER_SIX:
             block_scale, scaled = four_over_six(blocks, amax, g, block_scale, scaled, SCALE_GIVEN, ROWS, COLUMNS, GROUP)
+    elif FORMAT == "mxfp4":
+        block_scale = least_squares_scale(blocks, amax, ROWS, COLUMNS, GROUP)
+        step = nan_unless_finite(amax, power_of_two(254 - block_scale))
+        scaled = blocks * step[:, :, None]  # exact, as x / s is
     elif FORMAT == "fp8_1x128":
         block_scale = row_step(amax, 448.0)
-        scaled = quotient(blocks, block_scale[:, :, None], False)
+        scaled = quotient(blocks, block_scale[:, :, None], False, True)
     else:
-        block_scale = ceil_scale(amax) if FORMAT == "mxfp8" else least_squares_scale(blocks, amax, ROWS, COLUMNS, GROUP)
-        scaled = blocks * nan_unless_finite(amax, power_of_two(254 - block_scale))[:, :, None]  # exact, as x / s is
+        block_scale = ceil_scale(amax)
+        scaled = blocks * nan_unless_finite(amax, power_of_two(254 - block_scale))[:, :, None]
     groups = tile * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
     mask = (rows < M)[:, None] & (groups < K // GROUP)[None, :]
     if SWIZZLED:
@@ -200,35 +246,46 @@ def quantize_blocks_tile(
     else:
         offset = rows[:, None] * (K // GROUP) + groups[None, :]
         tl.store(scale + offset, block_scale.to(scale.dtype.element_ty), mask=mask)
-    scaled = tl.reshape(scaled, (ROWS, COLUMNS))
     if FORMAT == "mxfp8" or FORMAT == "fp8_1x128":
         mask = (rows < M)[:, None] & (columns < K)[None, :]
-        code = encode(scaled, "e4m3").to(tl.uint8)
+        code = encode(tl.reshape(scaled, (ROWS, COLUMNS)), "e4m3").to(tl.uint8)
         tl.store(codes + rows[:, None] * K + columns[None, :], code, mask=mask)
     else:
-        low, high = tl.split(tl.reshape(scaled, (ROWS, COLUMNS // 2, 2)))
+        low, high = tl.split(tl.reshape(scaled, (ROWS, COLUMNS // GROUP, GROUP // 2, 2)))
+        code = tl.where((step == step)[:, :, None], encode_pairs(low, high), 0)  # NaN is of whole blocks
         pairs = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
         mask = (rows < M)[:, None] & (pairs < K // 2)[None, :]
-        tl.store(codes + rows[:, None] * (K // 2) + pairs[None, :], encode_pairs(low, high).to(tl.uint8), mask=mask)
+        code = tl.reshape(code, (ROWS, COLUMNS // 2)).to(tl.uint8)
+        tl.store(codes + rows[:, None] * (K // 2) + pairs[None, :], code, mask=mask)
 
 
 @triton.jit
-def quotient(v, step, OVERFLOWS: tl.constexpr):
+def quotient(v, step, OVERFLOWS: tl.constexpr, MANY: tl.constexpr):
     """Return v / step: the number that a division gives, or one beside it that has the same code.
 
     step > 0 or NaN, of a shape that broadcasts to v's. The product with the reciprocal leaves a rest: one multiply-add
     gives it exactly, another corrects the product by it (Markstein, IBM J. Res. Dev. 34, 1990). `unit` keeps the
     reciprocal, and the rest where it matters, away from subnormal numbers; the signs keep -0 a -0. OVERFLOWS: the
-    quotient may be infinite though v is not, as it may be under a given scale.
+    quotient may be infinite though v is not, as it may be under a given scale. MANY: of steps, whose reciprocals count.
     """
     unit = tl.where(step < 2.0**-90, 2.0**60, tl.where(step > 2.0**90, 2.0**-60, 1.0))
     step = step * unit
-    inverse = tl.div_rn(-1.0, step)
+    inverse = -reciprocal(step) if MANY else tl.div_rn(-1.0, step)
     negative = v * -unit
     first = negative * inverse
     step = tl.where(step == float("inf"), 0.0, step)  # zeros are left, as of a division
     second = tl.fma(tl.fma(first, step, negative), inverse, first)
     return tl.where(tl.abs(first) == float("inf"), first, second) if OVERFLOWS else second
+
+
+@triton.jit
+def reciprocal(v):
+    """Return 1 / v, rounded, of fp32 numbers between 2^-125 and 2^125, zero, infinity and NaN."""
+    # On chips before sm_90 it costs kernels with a low-rank branch registers that they lack.
+    if tl.target_info.cuda_capability_geq(9, 0):
+        return tl.inline_asm_elementwise(RECIPROCAL, "=r,r", [v], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.div_rn(1.0, v)
 
 
 @triton.jit
@@ -261,10 +318,18 @@ def nan_unless_finite(amax, scale):
 @triton.jit
 def nvfp4_scale(amax, g, LARGEST: tl.constexpr):
     """Return the E4M3 bytes (int32) of amax / LARGEST / g, between 2^-9 and 448; 1 for zeros."""
-    scale = tl.div_rn(tl.div_rn(amax.to(tl.float32, bitcast=True), LARGEST), g)
+    amax_value = amax.to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax_value * 0.25 if LARGEST == 4.0 else tl.div_rn(amax_value, LARGEST), g)
     scale = tl.where(scale < 2.0**-9, 2.0**-9, scale)  # encode stops at 448
     scale = tl.where(amax == 0, 1.0, scale)
     return encode(nan_unless_finite(amax, scale), "e4m3")
+
+
+@triton.jit
+def nvfp4_step(block_scale, g, SCALE_GIVEN: tl.constexpr):
+    """Return the steps of blocks from their E4M3 bytes (ROWS, G) and g (ROWS,): of a given g not 0, as in encode.py."""
+    step = decode_e4m3(block_scale) * g[:, None]
+    return tl.where(step == 0, 2.0**-149, step) if SCALE_GIVEN else step
 
 
 @triton.jit
@@ -284,8 +349,8 @@ def four_over_six(
     six: bytes of the first scale, under which blocks are `scaled`. Errors are in units of its step; a tie goes to it.
     """
     four = nvfp4_scale(amax, g[:, None], 4.0)
-    wide = quotient(blocks, (decode_e4m3(four) * g[:, None])[:, :, None], SCALE_GIVEN)
-    ratio = tl.div_rn(decode_e4m3(four), decode_e4m3(six))
+    wide = quotient(blocks, nvfp4_step(four, g, SCALE_GIVEN)[:, :, None], SCALE_GIVEN, True)
+    ratio = quotient(decode_e4m3(four), decode_e4m3(six), False, True)
     least = rounding_error(tl.abs(scaled), 1.0, ROWS, COLUMNS, GROUP)
     use_four = rounding_error(tl.abs(wide), ratio[:, :, None], ROWS, COLUMNS, GROUP) < least
     return tl.where(use_four, four, six), tl.where(use_four[:, :, None], wide, scaled)
@@ -353,29 +418,26 @@ def power_of_two(byte):
 
 @triton.jit
 def encode(v, ELEMENT: tl.constexpr):
-    """Encode fp32 to unpacked codes (int32): nearest, ties to even, saturating. NaN is 0x7F in e4m3, 0 elsewhere."""
+    """Encode fp32 as int8 or e4m3 (int32): nearest, ties to even, saturating. NaN is 0 in int8, 0x7F in e4m3."""
     if ELEMENT == "int8":
         clamped = tl.minimum(tl.maximum(v, -127.0), 127.0)
         code = (clamped + INTEGER).to(tl.int32, bitcast=True) - 0x4B400000
         return tl.where(v == v, code, 0)
-    elif ELEMENT == "e4m3":
+    else:
         if tl.target_info.cuda_capability_geq(8, 9):
             code = tl.inline_asm_elementwise(CODE_E4M3, "=r,r,r,r,r", [v], dtype=tl.uint8, is_pure=True, pack=4)
             return code.to(tl.int32)
         else:
             return tl.where(v == v, float_code(v, 3, 7, 448.0), 0x7F)
-    else:
-        return tl.where(v == v, float_code(v, 1, 1, 6.0), 0)
 
 
 @triton.jit
 def encode_pairs(low, high):
-    """Encode fp32 to E2M1, two codes to a byte (int32); NaN is 0."""
+    """Encode fp32 to E2M1, two codes to a byte (int32); of NaN any code."""
     if tl.target_info.cuda_capability_geq(10, 0):
-        pair = tl.inline_asm_elementwise(CODE_E2M1, "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1)
-        return tl.where(low == low, pair & 0xF, 0) | tl.where(high == high, pair & 0xF0, 0)
+        return tl.inline_asm_elementwise(CODE_E2M1, "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1)
     else:
-        return encode(low, "e2m1") | (encode(high, "e2m1") << 4)
+        return float_code(low, 1, 1, 6.0) | (float_code(high, 1, 1, 6.0) << 4)
 
 
 @triton.jit
@@ -419,5 +481,5 @@ def rounding_number(a, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 @triton.jit
 def swizzled_offset(row, group, groups):
     """Return the offset of block scale (row, group) in the 128x4 layout, whose tiles are 32 lines of 16 scales."""
-    tile = (row // 128) * ((groups + 3) // 4) + group // 4
-    return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + group % 4
+    tile = (row >> 7) * ((groups + 3) >> 2) + (group >> 2)
+    return (tile << 9) + ((row & 31) << 4) + ((row >> 5 & 3) << 2) + (group & 3)

@@ -176,10 +176,10 @@ def four_over_six(blocks: Tensor, scale: Tensor, format: Format, global_scale: T
     as they are, they would overflow or vanish in fp32.
     """
     wide = _amax_scale(_amax(blocks), 4.0, format, global_scale)
-    step = decode_scale(scale, format, global_scale)
+    step = divisor(scale, format, global_scale)
     least = _sum_of_squares(_rounding_error(blocks, step, format.element))
     ratio = (wide.float() / scale.float()).unsqueeze(-1)
-    error = _rounding_error(blocks, decode_scale(wide, format, global_scale), format.element).mul_(ratio)
+    error = _rounding_error(blocks, divisor(wide, format, global_scale), format.element).mul_(ratio)
     better = _sum_of_squares(error) < least
     return torch.where(better, wide.view(torch.uint8), scale.view(torch.uint8)).view(scale.dtype)
 
@@ -200,6 +200,11 @@ def decode_scale(scale: Tensor, format: Format, global_scale: Tensor | None) -> 
         return torch.where(scale == _E8M0_NAN, torch.nan, value)
     value = decode(scale, ELEMENTS["e4m3"]) if format.scale == "e4m3" else scale.float()
     return value if global_scale is None else value * global_scale
+
+
+def divisor(scale: Tensor, format: Format, global_scale: Tensor | None) -> Tensor:
+    """Return `decode_scale`, 2^-149 where the product with a tiny global scale is 0: no block is divided by 0."""
+    return decode_scale(scale, format, global_scale).clamp(min=2.0**-149)
 
 
 def global_scale_for(amax: Tensor, format: Format, four_over_six: bool = False) -> Tensor:

@@ -31,6 +31,7 @@ GPU; `tl.exp` and its like are approximations there; the programs of a grid run 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -47,7 +48,15 @@ from triton.language import target_info
 from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
-from fluxq.kernels.codes import CODE_E2M1, CODE_E4M3, ROUND_BF16, ROUND_E2M1, ROUND_FP16
+from fluxq.kernels.codes import (
+    CODE_E2M1,
+    CODE_E4M3,
+    RECIPROCAL,
+    ROUND_BF16,
+    ROUND_E2M1,
+    ROUND_FP16,
+    WIDEN_BF16,
+)
 from fluxq.kernels.dispatch import PROVEN, minor
 
 
@@ -77,6 +86,7 @@ def interpreting(chip: str = "sm_90") -> Iterator[None]:
         if triton.__version__.startswith("3.6."):
             replace(stock.TritonSemantic, "dot_scaled", _dot_scaled_of_3_6)
         replace(stock.ReduceScanOpInterface, "check_tensor", _check_reduction)
+        replace(stock.ReduceOps, "generic_reduce", _reduce)
         replace(JITFunction, "run", _launch)
         replace(JITFunction, "__call__", _call)
         replace(JITFunction, "__get__", _bind)
@@ -164,7 +174,18 @@ def _dot_scaled_of_3_6(self: Any, lhs: Any, lhs_scale: Any, lhs_format: Any, rhs
 
 
 _stock_dot_scaled: Callable = stock.TritonSemantic.dot_scaled
+_stock_reduce = stock.ReduceOps.generic_reduce
 _stock_check_tensor = stock.ReduceScanOpInterface.check_tensor
+
+
+def _reduce(self: Any, inputs: Any) -> Any:
+    """Reduce a tensor by a kernel's own function as stock does, but whole slices at a time, not numbers."""
+    if len(inputs) > 1 or self.axis is None:
+        return _stock_reduce(self, inputs)
+    slices = np.moveaxis(inputs[0].handle.data, self.axis, 0)
+    total = functools.reduce(self.combine_fn.fn, (self.to_tensor(each, inputs[0].dtype) for each in slices))
+    data = total.handle.data
+    return self.to_tensor(np.expand_dims(data, self.axis) if self.keep_dims else data, inputs[0].dtype)
 
 
 def _check_reduction(self: Any, inputs: Any) -> None:
@@ -365,9 +386,16 @@ def _e2m1(values: np.ndarray) -> np.ndarray:
     return (code | np.where(np.signbit(values) & ~np.isnan(values), 8, 0)).astype(np.int32)
 
 
+def _reciprocal(values: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return np.float32(1) / values
+
+
 _PTX = {
     ROUND_BF16.value: _through(tl.bfloat16),
     ROUND_FP16.value: _through(tl.float16),
+    WIDEN_BF16.value: lambda builder, v: builder.cast_impl(v, tl.float32),
+    RECIPROCAL.value: lambda builder, v: TensorHandle(_reciprocal(v.data), tl.float32),
     CODE_E4M3.value: lambda builder, v: TensorHandle(encode(v.data, tl.float8e4nv).astype(np.uint8), tl.uint8),
     CODE_E2M1.value: lambda builder, low, high: TensorHandle(_e2m1(low.data) | _e2m1(high.data) << 4, tl.int32),
     ROUND_E2M1.value: lambda builder, v: TensorHandle(E2M1[_e2m1(v.data)], tl.float32),

@@ -277,7 +277,7 @@ class _Rounding:
             blocks = wide.view(rows, -1, self.format.group_size or k)
             global_scale = self.global_of(start, rows)
             scale = self._scale(blocks, start, global_scale)
-            step = encode.decode_scale(scale, self.format, global_scale).unsqueeze(-1)
+            step = encode.divisor(scale, self.format, global_scale).unsqueeze(-1)
             yield start, blocks.div_(step), scale, step
 
     def global_of(self, start: int, rows: int) -> Tensor | None:

@@ -10,16 +10,32 @@ changes nothing of it.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from kernel_tests import lost_in_the_unit
 from torch import Tensor
+from triton.language import target_info
 
 from fluxq.kernels.attention.op import KEY_BLOCK, P_EXPONENT, QUERY_BLOCK, Operands
 from fluxq.kernels.encode import decode, encode
 from fluxq.recipes.formats import ELEMENTS
 
 E4M3 = ELEMENTS["e4m3"]
+ORDER = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]  # of 16 tokens, in which kernels keep values in fp8
+
+
+def as_kernels_keep(operands: Operands, *, back: bool = False) -> Operands:
+    """Return operands in the reference's order of tokens as kernels of the chip at hand keep them, or back from that.
+
+    Matrix units of sm_89, sm_90 and sm_120 hold sums and operands in other threads: values in fp8 have ORDER there.
+    """
+    chip = target_info.current_target()
+    if operands.v.dtype == torch.float16 or chip.backend != "cuda" or not (chip.arch in (89, 90) or chip.arch >= 120):
+        return operands
+    order = sorted(range(16), key=ORDER.__getitem__) if back else ORDER
+    v = operands.v.view(torch.uint8).unflatten(-1, (-1, 16))[..., order].flatten(-2)
+    return replace(operands, v=v.view(operands.v.dtype))
 
 
 def bounds(operands: Operands, queries: int, keys: int, log2_scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

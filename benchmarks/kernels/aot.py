@@ -288,10 +288,11 @@ def _read_sass(cell: Cell, chip: Target, compiled: Any) -> tuple[list[str], int,
     instructions = sass.parse(text)
     registers, threads = int(re.search(r"\bREG:(\d+)", text)[1]), 32 * compiled.metadata.num_warps  # pyright: ignore
     loop = sass.main_loop(instructions)
+    elements = cell.elements * (1 if sass.has_loop(instructions) else cell.turns)
     matrix = sass.matrix_instructions(loop)
     measured = {
         "warps": _resident_warps(chip, registers, compiled.metadata.shared, threads // 32),
-        "executed": round(sass.executed(instructions) * threads / cell.elements, 1) if cell.elements else None,
+        "executed": round(sass.executed(instructions) * threads / elements, 1) if elements else None,
         "loop": len(loop) or None,
         "waits": round(sass.waits(loop) / matrix, 2) if matrix and chip.architecture == 90 else None,
         "load": sass.bytes_per_load(instructions) or None,

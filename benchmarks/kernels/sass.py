@@ -96,6 +96,11 @@ def executed(instructions: list[Instruction]) -> int:
     return count
 
 
+def has_loop(instructions: list[Instruction]) -> bool:
+    """Tell whether a branch goes back, to another place than its own."""
+    return any(i.target is not None and i.target < i.address for i in instructions)
+
+
 def _is_slow_path(block: list[Instruction]) -> bool:
     """Tell whether a block is the call of a division's slow path: a few instructions, none of memory."""
     names = [i.operation.split(".")[0] for i in block]

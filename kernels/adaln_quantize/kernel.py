@@ -28,6 +28,7 @@ from fluxq.kernels.adaln_quantize.op import NORMS, OP, NormTensors, modulated_no
 from fluxq.kernels.checks import EXACT, check_device, check_tensor, check_tile
 from fluxq.kernels.codes import (
     amax_bits,
+    amax_by_blocks,
     computed_once,
     levels_of,
     quantize_blocks_tile,
@@ -36,6 +37,7 @@ from fluxq.kernels.codes import (
     row_global,
     row_step,
     transform_tile,
+    widened,
 )
 from fluxq.kernels.compare import Sample, Verdict, of_dtype, picked, same, within, worst
 from fluxq.kernels.dispatch import require
@@ -353,7 +355,7 @@ def adaln_quantize_kernel(
                 if SCALE_GIVEN:
                     g = tl.load(out.global_scale + rows * out.stride, mask=rows < M, other=1.0)
                 else:
-                    g = row_global(amax_bits(modulated, TILES), FOUR_OVER_SIX)
+                    g = row_global(amax_by_blocks(modulated, GROUP, TILES, ROWS, COLUMNS), FOUR_OVER_SIX)
                     tl.store(out.global_scale + rows, g, mask=rows < M)
             for tile in tl.static_range(TILES):
                 quantize_blocks_tile(
@@ -372,7 +374,7 @@ def tile_of(rows, tile, M, D, COLUMNS: tl.constexpr):
 @triton.jit
 def load_rows(x, rows, stride, columns, mask):
     """Load rows of x as fp32 (ROWS, COLUMNS), zeros beyond the mask."""
-    return tl.load(x + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    return widened(tl.load(x + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0))
 
 
 @triton.jit

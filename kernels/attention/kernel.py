@@ -1,9 +1,9 @@
 """Attention with 8-bit codes on the GPU: q, k and v to codes, then one pass over all keys for each tile of queries.
 
-Formulas, roundings and layouts are those of kernels/attention/op.py. Codes and scales are the reference's bytes for the
-means of k that the kernels find, which differ in the order of their sums; o is within the bound that
-tests/attention_bounds.py states. Logits and weights never leave the processor. The types of q and v say which row of
-CODES a launch computes.
+Formulas, roundings and layouts are those of kernels/attention/op.py, but for the order of values (`in_order`). Codes
+and scales are the reference's bytes for the means of k that the kernels find, which differ in the order of their sums;
+o is within the bound that tests/attention_bounds.py states. Logits and weights never leave the processor. The types of
+q and v say which row of CODES a launch computes.
 
 The bound takes sums of fp8 products to be fp32's. Hopper's matrix units hold fewer bits: with `acc_split` that is so
 for the D products of a logit and for one block of keys at a time, and sums over blocks are fp32's. Each block of keys
@@ -29,7 +29,7 @@ from fluxq.kernels.attention import op as reference
 from fluxq.kernels.attention.op import CODES, HEAD_SIZES, KEY_BLOCK, OP, P_EXPONENT, QUERY_BLOCK, Operands, format_of
 from fluxq.kernels.attention_peers import peers_for
 from fluxq.kernels.checks import EXACT, as_bytes, check_device
-from fluxq.kernels.codes import encode, magnitude_bits, quotient, row_step
+from fluxq.kernels.codes import encode, magnitude_bits, quotient, row_step, widened
 from fluxq.kernels.compare import Sample, Verdict, near, within
 from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.scaled_matmul.kernel import add_product
@@ -178,14 +178,14 @@ def _no_farther(
 
 
 def quantize_operands(q: Tensor, k: Tensor, v: Tensor, codes: str = "fp8", *, tile: Tile) -> Operands:
-    """Compute `quantize_operands` of kernels/attention/op.py in four launches."""
+    """Compute `quantize_operands` of kernels/attention/op.py in four launches, v in the order of `in_order`."""
     _check_input(q, k, v, codes)
     b, s, h, d = q.shape
     keys = k.shape[1]
-    if tile.columns != d or QUERY_BLOCK % tile.rows or KEY_BLOCK % tile.rows:
+    if tile.columns != d or QUERY_BLOCK % tile.rows or KEY_BLOCK % tile.rows or tile.rows % 16:
         raise ValueError(
             f"attention_fp8: the quantizing tile is {tile.rows} x {tile.columns}, expected {d} columns and rows that "
-            f"divide {QUERY_BLOCK} and {KEY_BLOCK}"
+            f"divide {QUERY_BLOCK} and {KEY_BLOCK}, 16 or more"
         )
     check_device("attention_fp8", q.device)
     query_blocks, key_blocks = cdiv(s, QUERY_BLOCK), cdiv(keys, KEY_BLOCK)
@@ -226,7 +226,7 @@ def quantize_operands(q: Tensor, k: Tensor, v: Tensor, codes: str = "fp8", *, ti
 def attend(
     operands: Operands, queries: int, keys: int, log2_scale: float, dtype: torch.dtype, *, tile: MatmulTile
 ) -> Tensor:
-    """Compute `attend` of kernels/attention/op.py: o (B, queries, H, D) in dtype."""
+    """Compute `attend` of kernels/attention/op.py, of v in the order of `in_order`: o (B, queries, H, D) in dtype."""
     b, h, _, d = operands.q.shape
     if tile.k != d or tile.n != KEY_BLOCK or QUERY_BLOCK % tile.m or tile.acc_split not in (0, KEY_BLOCK):
         raise ValueError(
@@ -298,16 +298,16 @@ def key_statistics_kernel(
     if tl.program_id(2) == 0:
         x = k + head // H * stride_kb + head % H * stride_kh + channels[None, :]
         sums = tl.zeros((ROWS, CHANNELS), tl.float32)
-        for start in range(0, S, ROWS):
+        for start in tl.range(0, S, ROWS, num_stages=STAGES):
             tokens = (start + tl.arange(0, ROWS)).to(tl.int64)
-            sums += tl.load(x + tokens[:, None] * stride_ks, mask=(tokens < S)[:, None], other=0.0).to(tl.float32)
+            sums += widened(tl.load(x + tokens[:, None] * stride_ks, mask=(tokens < S)[:, None], other=0.0))
         tl.store(mean + head * D + channels, tl.div_rn(tl.sum(sums, 0), tl.full((), S, tl.float32)))
     else:
         x = v + head // H * stride_vb + head % H * stride_vh + channels[None, :]
         amax = tl.zeros((ROWS, CHANNELS), tl.int32)
-        for start in range(0, S, ROWS):
+        for start in tl.range(0, S, ROWS, num_stages=STAGES):
             tokens = (start + tl.arange(0, ROWS)).to(tl.int64)
-            values = tl.load(x + tokens[:, None] * stride_vs, mask=(tokens < S)[:, None], other=0.0).to(tl.float32)
+            values = widened(tl.load(x + tokens[:, None] * stride_vs, mask=(tokens < S)[:, None], other=0.0))
             amax = tl.maximum(amax, magnitude_bits(values))
         tl.store(scale + head * D + channels, row_step(tl.max(amax, 0), 448.0))
 
@@ -338,22 +338,22 @@ def quantize_tokens_kernel(
     head = tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, D)
     x += head // H * stride_b + head % H * stride_h
+    parts, amax = (), tl.zeros((ROWS,), tl.int32)
+    for part in tl.static_range(BLOCK // ROWS):
+        tokens = (block * BLOCK + part * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        parts += (load_tokens(x, mean, head, tokens, S, stride_s, D),)
+        amax = tl.maximum(amax, tl.max(magnitude_bits(parts[part]), 1))
     if not PER_TOKEN:
-        amax = tl.zeros((ROWS,), tl.int32)
-        for part in tl.static_range(BLOCK // ROWS):
-            tokens = (block * BLOCK + part * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-            values = load_tokens(x, mean, head, tokens, S, stride_s, D)
-            amax = tl.maximum(amax, tl.max(magnitude_bits(values), 1))
         step = row_step(tl.max(amax, 0), LARGEST)
         tl.store(scale + head * tl.num_programs(0) + block, step)
     codes += head * tl.num_programs(0) * BLOCK * D
     for part in tl.static_range(BLOCK // ROWS):
         tokens = (block * BLOCK + part * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        values = load_tokens(x, mean, head, tokens, S, stride_s, D)
+        values = parts[part]
         if PER_TOKEN:
             step = row_step(tl.max(magnitude_bits(values), 1), LARGEST)[:, None]
             tl.store(scale + head * tl.num_programs(0) * BLOCK + tokens[:, None], step)
-        code = encode(quotient(values, step, False), "int8" if INT8 else "e4m3")
+        code = encode(quotient(values, step, False, False), "int8" if INT8 else "e4m3")
         tl.store(codes + tokens[:, None] * D + columns[None, :], code.to(tl.uint8))
 
 
@@ -387,12 +387,28 @@ def quantize_values_kernel(
     head = tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, D)
     values = load_tokens(v + head // H * stride_b + head % H * stride_h, None, head, tokens, S, stride_s, D)
-    values = quotient(values, tl.load(scale + head * D + columns)[None, :], False)
+    values = quotient(values, tl.load(scale + head * D + columns)[None, :], False, True)
     if codes.dtype.element_ty == tl.float16:
-        code = values.to(tl.float16)
+        code = values.to(tl.float16).T
     else:
-        code = encode(values, "e4m3").to(tl.uint8)
-    tl.store(codes + (head * D + columns)[:, None] * padded + tokens[None, :], code.T)
+        code = in_order(encode(values, "e4m3").to(tl.uint8).T, D, ROWS)
+    tl.store(codes + (head * D + columns)[:, None] * padded + tokens[None, :], code)
+
+
+@triton.jit
+def in_order(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return codes x (ROWS, COLUMNS) with the columns of each 16 in the order 0, 1, 8, 9, 2, 3, 10, 11, … 14, 15.
+
+    A thread holds columns 0, 1, 8 and 9 of 16 sums of a matrix unit, and is to hold 0 to 3 of 16 codes that it
+    multiplies next. Weights and values in the same other order have the same product, and weights stay where they are.
+    On chips whose sums lie otherwise the order stays.
+    """
+    if tl.target_info.cuda_capability_geq(8, 9) and (
+        not tl.target_info.cuda_capability_geq(10, 0) or tl.target_info.cuda_capability_geq(12, 0)
+    ):
+        fours = tl.reshape(x, (ROWS, COLUMNS // 16, 2, 4, 2))
+        x = tl.reshape(tl.permute(fours, (0, 1, 3, 2, 4)), (ROWS, COLUMNS))
+    return x
 
 
 @triton.jit
@@ -485,16 +501,16 @@ def attend_block(
     total = total * correction + tl.sum(p, 1)
     values = tl.load(v + columns[:, None] * (key_blocks * BLOCK_N) + tokens[None, :])  # (D, BLOCK_N)
     UNIT: tl.constexpr = TILE.unit_scales and values.dtype != tl.float16
-    if TILE.acc_split:
-        part = tl.zeros((BLOCK_M, D), tl.float32)
-        part = add_product(part, p.to(values.dtype), values, False, 0, UNIT, BLOCK_M, D, BLOCK_N)
-        acc = tl.fma(acc, correction[:, None], part)
-    else:
-        acc = acc * correction[:, None]
-        acc = add_product(acc, p.to(values.dtype), values, False, 0, UNIT, BLOCK_M, D, BLOCK_N)
+    part = tl.zeros((BLOCK_M, D), tl.float32) if TILE.acc_split else acc * correction[:, None]
+    weights = p.to(values.dtype)
+    if values.dtype != tl.float16:
+        weights = in_order(weights, BLOCK_M, BLOCK_N)
+    part = add_product(part, weights, values, False, 0, UNIT, BLOCK_M, D, BLOCK_N)
+    acc = tl.fma(acc, correction[:, None], part) if TILE.acc_split else part
     return acc, new, total
 
 
 LEAST = tl.constexpr(2.0**-126)
 MOST_OF_OURS = 1.1  # of the reference's error that our kernels may have where they are not near to it
 CHANNELS = 32  # that one program takes statistics of: 64 bytes of a token
+STAGES = tl.constexpr(5)  # of the loops for statistics: few programs take them, so each has many tiles on their way

@@ -91,7 +91,7 @@ class Operands:
 
     q: (B, H, S padded, D) and k: (B, H, Skv padded, D) in float8_e4m3fn or int8.
     v: (B, H, D, Skv padded) in float8_e4m3fn or float16; fp8 matrix units read both operands along the axis they sum
-        over.
+        over. Kernels keep 16 tokens in another order on some chips (`in_order` in kernel.py).
     q_scale, k_scale: (B, H, blocks) fp32; with int8 each token of q is a block.
     v_scale: (B, H, D) fp32.
     k_mean: (B, H, D) fp32, subtracted from k.

@@ -31,7 +31,7 @@ copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 def attend(operands: Operands, queries: int, keys: int, log2_scale: float, dtype: torch.dtype) -> Tensor:
-    """Compute `attend` of kernels/attention/op.py from fp8 codes: o (B, queries, H, D) in dtype."""
+    """Compute `attend` of kernel.py from fp8 codes, whose order of values it takes: o (B, queries, H, D) in dtype."""
     b, h, _, d = operands.q.shape
     check_device("attention_fp8", operands.q.device)
     o = torch.empty((b, queries, h, d), dtype=dtype, device=operands.q.device)
@@ -228,7 +228,8 @@ def attend_block(
     p = gl.exp2(gl.fma(t, by, shift))
     correction = gl.exp2(highest - new)
     total = total * correction + gl.convert_layout(gl.sum(p, 1), gl.SliceLayout(1, SUMS))
-    weights = gl.convert_layout(p.to(gl.float8e4nv), gl.DotOperandLayout(0, SUMS, 4))
+    weights = p.to(gl.float8e4nv).reshape((M, BLOCK_N // 16, 2, 4, 2)).permute((0, 1, 3, 2, 4))  # as `in_order`
+    weights = gl.convert_layout(weights.reshape((M, BLOCK_N)), gl.DotOperandLayout(0, SUMS, 4))
     mbarrier.wait(values_loaded.index(s), phase)
     part = gl.zeros((M, D), gl.float32, SUMS)
     part = warpgroup_mma(weights, values.index(s).permute((1, 0)), part, use_acc=False, is_async=True)

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fluxq.kernels.checks import EXACT, check_device, check_tensor
-from fluxq.kernels.codes import rounded
+from fluxq.kernels.codes import rounded, widened
 from fluxq.kernels.compare import Sample, Verdict, picked, same, within, worst
 from fluxq.kernels.dispatch import require
 from fluxq.kernels.qk_norm_rope.op import OP, Heads, RopeTensors, check_rows, rotate, streams_of, tokens_of
@@ -337,13 +337,13 @@ def load_pairs(x, row_mask, D: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl
     if INTERLEAVED:
         columns = tl.arange(0, COLUMNS)
         mask = row_mask[:, None] & (columns < D)[None, :]
-        values = tl.load(x[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        values = widened(tl.load(x[:, None] + columns[None, :], mask=mask, other=0.0))
         a, b = tl.split(tl.reshape(values, (ROWS, COLUMNS // 2, 2)))
     else:
         columns = tl.arange(0, COLUMNS // 2)
         mask = row_mask[:, None] & (columns < D // 2)[None, :]
-        a = tl.load(x[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(x[:, None] + D // 2 + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        a = widened(tl.load(x[:, None] + columns[None, :], mask=mask, other=0.0))
+        b = widened(tl.load(x[:, None] + D // 2 + columns[None, :], mask=mask, other=0.0))
     return a, b
 
 

@@ -35,6 +35,7 @@ from torch import Tensor
 from fluxq.kernels.checks import EXACT, as_bytes, check_device, check_tensor, check_tile
 from fluxq.kernels.codes import (
     amax_bits,
+    amax_by_blocks,
     computed_once,
     levels_of,
     magnitude_bits,
@@ -44,6 +45,7 @@ from fluxq.kernels.codes import (
     row_global,
     row_step,
     transform_tile,
+    widened,
 )
 from fluxq.kernels.compare import (
     Product,
@@ -466,7 +468,7 @@ def quantize_rows_kernel(
         if not OWN_AMAX:
             product = no_product(down, ROWS)
         for tile in range(TILES):
-            inputs = load_tile(source, rows, tile, M, K, ACT, COLUMNS)
+            inputs = load_tile(source, rows, tile, M, K, ACT, down is None, COLUMNS)
             if down is not None and not OWN_AMAX:
                 product = add_down(product, inputs, down, tile, K, COLUMNS)
             values = transform_tile(inputs, source.smooth, source.mean, tile, K, HADAMARD, ROWS, COLUMNS)
@@ -508,7 +510,7 @@ def quantize_blocks_kernel(
     tiles = ()
     if HELD:
         tiles = held_rows(source, rows, M, K, ACT, HADAMARD, TILES, TILE)
-        g = row_global(amax_bits(tiles, TILES), FOUR_OVER_SIX)
+        g = row_global(amax_by_blocks(tiles, GROUP, TILES, ROWS, COLUMNS), FOUR_OVER_SIX)
     elif OWN_GLOBAL:
         bits, product = scan_rows(source, down, rows, M, K, ACT, HADAMARD, TILES, TILE)
         g = row_global(bits, FOUR_OVER_SIX)
@@ -521,8 +523,9 @@ def quantize_blocks_kernel(
                 ROWS, COLUMNS,
             )  # fmt: skip
     else:
-        for tile in range(tl.program_id(1), TILES, tl.num_programs(1)):
-            inputs = load_tile(source, rows, tile, M, K, ACT, COLUMNS)
+        first = tl.program_id(1)
+        for tile in range(first, TILES if OWN_GLOBAL or down is not None else first + 1):
+            inputs = load_tile(source, rows, tile, M, K, ACT, down is None, COLUMNS)
             if down is not None and not OWN_GLOBAL:
                 product = add_down(product, inputs, down, tile, K, COLUMNS)
             values = transform_tile(inputs, source.smooth, source.mean, tile, K, HADAMARD, ROWS, COLUMNS)
@@ -570,7 +573,7 @@ def activate_kernel(
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
-    value = load_tile(source, rows, tl.program_id(1), M, K, ACT, COLUMNS)
+    value = load_tile(source, rows, tl.program_id(1), M, K, ACT, True, COLUMNS)
     tl.store(y + rows[:, None] * K + columns[None, :], value.to(y.dtype.element_ty), mask=mask)
 
 
@@ -581,7 +584,7 @@ def held_rows(source, rows, M, K, ACT: tl.constexpr, HADAMARD: tl.constexpr, TIL
     COLUMNS: tl.constexpr = TILE.columns
     tiles = ()
     for tile in tl.static_range(TILES):
-        inputs = load_tile(source, rows, tile, M, K, ACT, COLUMNS)
+        inputs = load_tile(source, rows, tile, M, K, ACT, True, COLUMNS)
         values = transform_tile(inputs, source.smooth, source.mean, tile, K, HADAMARD, ROWS, COLUMNS)
         tiles += (computed_once(values, HADAMARD),)
     return tiles
@@ -597,7 +600,7 @@ def scan_rows(
     largest = tl.zeros((ROWS, COLUMNS), tl.int32)
     product = no_product(down, ROWS)
     for tile in range(TILES):
-        inputs = load_tile(source, rows, tile, M, K, ACT, COLUMNS)
+        inputs = load_tile(source, rows, tile, M, K, ACT, down is None, COLUMNS)
         if down is not None:
             product = add_down(product, inputs, down, tile, K, COLUMNS)
         values = transform_tile(inputs, source.smooth, source.mean, tile, K, HADAMARD, ROWS, COLUMNS)
@@ -607,10 +610,11 @@ def scan_rows(
 
 
 @triton.jit
-def load_tile(source, rows, tile, M, K, ACT: tl.constexpr, COLUMNS: tl.constexpr):
+def load_tile(source, rows, tile, M, K, ACT: tl.constexpr, WIDEN: tl.constexpr, COLUMNS: tl.constexpr):
     """Load the tile'th COLUMNS columns of a, as fp32: of x, or of act(x) rounded as a separate layer does.
 
-    Zeros beyond M and K. Columns before D are those of the matrix beside, if there is one.
+    Zeros beyond M and K. Columns before D are those of the matrix beside, if there is one. WIDEN: by `widened`, not
+    where the numbers become 16-bit again for a product: the compiler drops both casts then.
     """
     x, stride_x = source.x, source.stride_x
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -622,22 +626,23 @@ def load_tile(source, rows, tile, M, K, ACT: tl.constexpr, COLUMNS: tl.constexpr
         mask = inside & (columns >= D)[None, :]
         place, other_half = x + rows[:, None] * stride_x + (columns - D)[None, :], K - D
     values = tl.load(place, mask=mask, other=0.0)
+    values = widened(values) if WIDEN else values.to(tl.float32)
     if ACT == "gelu_tanh":
-        values = rounded(gelu_tanh(values.to(tl.float32)), x)
+        values = rounded(gelu_tanh(values), x)
     elif ACT == "gelu":
-        values = rounded(gelu(values.to(tl.float32)), x)
+        values = rounded(gelu(values), x)
     elif ACT == "silu_mul":
-        other = tl.load(place + other_half, mask=mask, other=0.0).to(tl.float32)
-        values = rounded(rounded(silu(values.to(tl.float32)), x) * other, x)
+        other = widened(tl.load(place + other_half, mask=mask, other=0.0))
+        values = rounded(rounded(silu(values), x) * other, x)
     elif ACT == "mul_silu":
-        other = tl.load(place + other_half, mask=mask, other=0.0).to(tl.float32)
-        values = rounded(values.to(tl.float32) * rounded(silu(other), x), x)
+        other = widened(tl.load(place + other_half, mask=mask, other=0.0))
+        values = rounded(values * rounded(silu(other), x), x)
     if source.beside is not None:
         first = (columns < D)[None, :]
         places = source.beside.matrix + rows[:, None] * stride_beside + columns[None, :]
         left = tl.load(places, mask=inside & first, other=0.0)
-        values = tl.where(first, left.to(tl.float32), values.to(tl.float32))
-    return values.to(tl.float32)
+        values = tl.where(first, widened(left) if WIDEN else left.to(tl.float32), values)
+    return values
 
 
 @triton.jit

@@ -132,13 +132,13 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
     "the other gelu": ("rounded(gelu_tanh(values", "rounded(gelu(values", partial(check_activation, act="gelu_tanh")),
     "silu of the sign": ("v * -1.4426950408889634", "v * 1.4426950408889634", silu_mul),
     "the other half is the gate": (
-        "rounded(silu(values.to(tl.float32)), x) * other",
-        "values.to(tl.float32) * rounded(silu(other), x)",
+        "rounded(silu(values), x) * other",
+        "values * rounded(silu(other), x)",
         silu_mul,
     ),
     "silu not rounded": (
-        "rounded(silu(values.to(tl.float32)), x) * other",
-        "silu(values.to(tl.float32)) * other",
+        "rounded(silu(values), x) * other",
+        "silu(values) * other",
         silu_mul,
     ),
     "a tile unwritten": ("columns = tl.program_id(1) * COLUMNS +", "columns = COLUMNS +", gelu),
@@ -148,13 +148,13 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
         gelu,
     ),
     "scale of x": (
-        "M, K, ACT, COLUMNS)\n        if down is not None:",
-        'M, K, "", COLUMNS)\n        if down is not None:',
+        "M, K, ACT, down is None, COLUMNS)\n        if down is not None:",
+        'M, K, "", down is None, COLUMNS)\n        if down is not None:',
         partial(check_fused, format="int8", act="gelu", rank=5),
     ),
     "codes of x": (
-        "M, K, ACT, COLUMNS)\n        values",
-        'M, K, "", COLUMNS)\n        values',
+        "M, K, ACT, True, COLUMNS)\n        values",
+        'M, K, "", True, COLUMNS)\n        values',
         partial(check_fused, format="int8", act="gelu"),
     ),
 }

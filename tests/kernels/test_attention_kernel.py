@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from attention_bounds import bounds
+from attention_bounds import as_kernels_keep, bounds
 from kernel_tests import with_fault
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
@@ -88,7 +88,7 @@ def check_codes(
     assert (excess <= 0).all(), f"k_mean: {int((excess > 0).sum())} differ"
     with monkeypatch.context() as patch:
         patch.setattr(reference, "key_mean", lambda k: found.k_mean)
-        assert_same_bytes(found, reference.quantize_operands(q, k, v, codes))
+        assert_same_bytes(found, as_kernels_keep(reference.quantize_operands(q, k, v, codes)))
 
 
 def assert_same_bytes(found: Operands, expected: Operands) -> None:
@@ -117,7 +117,7 @@ def check_attention(
     """o of the reference's codes is within the bound, and bytes around it stay."""
     operands = reference.quantize_operands(*inputs(*shape, d=tile.k, dtype=dtype), codes)
     with poisoned(kernels, monkeypatch):
-        o = kernels.attend(operands, *shape[1:3], SCALE, dtype, tile=tile)
+        o = kernels.attend(as_kernels_keep(operands), *shape[1:3], SCALE, dtype, tile=tile)
     assert o.shape == (shape[0], shape[1], shape[3], tile.k) and o.dtype == dtype and o.is_contiguous()
     expected, bound = bounds(operands, *shape[1:3], SCALE, dtype)
     wrong = ~((o - expected).abs() <= bound)
@@ -144,7 +144,7 @@ def check_vanishing(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Non
     q, k, v = inputs(1, 17, 17, 2)
     operands = reference.quantize_operands(q * 1e-25, k * 1e-25, v)
     with poisoned(kernels, monkeypatch):
-        o = kernels.attend(operands, 17, 17, SCALE, torch.float32, tile=TILE)
+        o = kernels.attend(as_kernels_keep(operands), 17, 17, SCALE, torch.float32, tile=TILE)
     wrong = ~((o - reference.attend(operands, 17, 17, SCALE, torch.float32)).abs() < 1e-3)
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} differ"
 
@@ -262,6 +262,13 @@ def test_tokens_may_be_any_distance_apart(monkeypatch: pytest.MonkeyPatch) -> No
     check_distant_heads(kernels_attention, monkeypatch)
 
 
+@pytest.mark.parametrize("chip", ["sm_80", "sm_89", "sm_100", "sm_120"])
+def test_each_chip_keeps_values_and_weights_in_one_order(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with interpreting(chip):
+        check_codes(kernels_attention, monkeypatch, (1, 17, 130, 1))
+        check_attention(kernels_attention, monkeypatch, (1, 17, 130, 1))
+
+
 X = torch.ones(1, 4, 2, 64)
 BAD_INPUT = {
     "heads of 32": (dict.fromkeys("qkv", X[..., :32]), {}, "heads have 32 elements, expected one of 64, 128"),
@@ -269,6 +276,7 @@ BAD_INPUT = {
     "no tokens": ({"q": X[:, :0]}, {}, r"q \(1, 0, 2, 64\) is empty"),
     "k of other heads": ({"k": X[:, :, :1]}, {}, r"k is .*\(1, 4, 1, 64\)"),
     "rows that divide no block": ({}, {"quantize_tile": Tile(256, 64, 4)}, "the quantizing tile is 256 x 64"),
+    "rows of no block of 16": ({}, {"quantize_tile": Tile(8, 64, 4)}, "8 x 64, expected .* 16 or more"),
     "columns of other heads": ({}, {"quantize_tile": Tile(64, 128, 4)}, "expected 64 columns"),
     "fewer keys than a block": ({}, {"tile": replace(TILE, n=64)}, r"n = 128 and k = D = 64"),
     "a tile of other heads": ({}, {"tile": replace(TILE, k=128)}, "the tile is 64 x 128 x 128"),
@@ -299,24 +307,24 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
     "mean not subtracted": ("if mean is not None:", "if False:", codes),
     "mean of another head": ("tl.load(mean + head * D + columns)", "tl.load(mean + columns)", codes),
     "mean in the padding": ("tl.where(here, values", "tl.where(here | True, values", codes),
-    "amax of values": ("(magnitude_bits(values), 1))", "(magnitude_bits(tl.maximum(values, 0.0)), 1))", codes),
+    "amax of values": ("magnitude_bits(parts[part])", "magnitude_bits(tl.maximum(parts[part], 0.0))", codes),
     "amax of the last rows": ("amax = tl.maximum(amax, tl.max(", "amax = tl.maximum(0, tl.max(", codes),
     "a smaller largest code": ("127.0 if INT8 else 448.0", "127.0 if INT8 else 416.0", codes),
     "a larger scale of int8": ("127.0 if INT8 else 448.0", "120.0 if INT8 else 448.0", int8_codes),
     "int8 scale of one token": ("+ tokens[:, None], step)", "+ tokens[:, None] * 0, step)", int8_codes),
     "int8 codes of fp8": ('"int8" if INT8 else "e4m3"', '"e4m3"', int8_codes),
-    "values in 8 bit": ("values.to(tl.float16)\n", "values.to(tl.float8e4nv).to(tl.float16)\n", fp16_codes),
+    "values in 8 bit": ("values.to(tl.float16).T", "values.to(tl.float8e4nv).to(tl.float16).T", fp16_codes),
     "int8 scale of the first token": ("* QUERY_BLOCK + rows)", "* QUERY_BLOCK + rows * 0)", int8),
     "int8 scale of the last token": ("by[:, None] if INT8 else by", "tl.max(by, 0) if INT8 else by", int8),
     "weights in 8 bit": (
-        "add_product(acc, p.to(values.dtype), values,",
-        "add_product(acc, p.to(tl.float8e4nv).to(values.dtype), values,",
+        "weights = p.to(values.dtype)",
+        "weights = p.to(tl.float8e4nv).to(values.dtype)",
         fp16,
     ),
     "scale of the first block": ("tl.num_programs(0) + block, step)", "tl.num_programs(0), step)", codes),
     "tokens unwritten": ("code.to(tl.uint8))", "code.to(tl.uint8), mask=(tokens < S)[:, None])", codes),
     "values of another head": ("tl.load(scale + head * D + columns)", "tl.load(scale + columns)", codes),
-    "values not turned": ("tokens[None, :], code.T)", "tokens[None, :], code)", codes),
+    "values not turned": (".to(tl.uint8).T, D, ROWS)", ".to(tl.uint8), D, ROWS)", codes),
     "no mask of tokens": ("here = (tokens < S)[:, None]", "here = (tokens > -1)[:, None]", codes),
     "no mask of keys": ("if MASKED:", "if False:", one),
     "the last block twice": ("blocks = key_blocks - 1", "blocks = key_blocks", one),
@@ -327,15 +335,17 @@ FAULTS: dict[str, tuple[str, str, Callable]] = {
     "scale of the logits twice": ("* log2_scale\n", "* log2_scale * log2_scale\n", check_attention),
     "maximum of this block": ("tl.maximum(highest, tl.max(t, 1) * by)", "tl.max(t, 1) * by", check_attention),
     "sum not corrected": ("total = total * correction + ", "total = total + ", check_attention),
-    "products not corrected": ("acc = acc * correction[:, None]", "acc = acc * 1.0", even),
+    "products not corrected": ("else acc * correction[:, None]", "else acc * 1.0", even),
     "p not scaled": ("(P_EXPONENT - new)", "(0.0 - new)", check_attention),
     "weights in 16 bit": (
-        "add_product(acc, p.to(values.dtype), values,",
-        "add_product(acc, p.to(tl.float16), values.to(tl.float16),",
+        "add_product(part, weights, values,",
+        "add_product(part, in_order(p.to(tl.float16), BLOCK_M, BLOCK_N), values.to(tl.float16),",
         even,
     ),
     "products of a block not corrected": ("tl.fma(acc, correction[:, None], part)", "acc + part", split),
-    "a block's products lost": ("acc = tl.fma(acc, correction[:, None], part)", "acc = part", split),
+    "a block's products lost": ("acc = tl.fma(acc, correction[:, None], part) if", "acc = part if", split),
+    "another order of values": ("(0, 1, 3, 2, 4)", "(0, 1, 2, 3, 4)", codes),
+    "weights in their own order": ("weights = in_order(weights, BLOCK_M, BLOCK_N)", "pass", even),
     "no guard of -inf": ("tl.where(by == 0, LEAST, by)", "by", vanishing),
     "base e": ("p = tl.exp2(", "p = tl.exp(", check_attention),
     "o by head": ("((head // H * S + rows)[:, None] * H + head % H)", "(head * S + rows)[:, None]", check_attention),

@@ -15,6 +15,7 @@ from triton.runtime.errors import InterpreterError
 from triton.runtime.jit import JITFunction
 
 from fluxq.kernels import interpreter
+from fluxq.kernels.codes import nan_maximum, reciprocal, widened
 from fluxq.kernels.interpreter import interpreting
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -195,6 +196,54 @@ def test_fma_rounds_once():
         distance = abs(Fraction(float(found)) - exact)
         for way in (-np.inf, np.inf):
             assert distance <= abs(Fraction(float(np.nextafter(found, np.float32(way)))) - exact), terms
+
+
+# --- PTX of codes.py, and reductions by a function of a kernel's own
+
+
+@triton.jit
+def ptx_kernel(x, y, COUNT: tl.constexpr, RECIPROCAL: tl.constexpr):
+    offsets = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    values = tl.load(x + offsets)
+    tl.store(y + offsets, reciprocal(values) if RECIPROCAL else widened(values))
+
+
+def by_ptx(x: torch.Tensor, *, inverted: bool) -> torch.Tensor:
+    y = torch.full(x.shape, torch.nan)
+    ptx_kernel[(x.numel() // 1024,)](x, y, COUNT=1024, RECIPROCAL=inverted)
+    return y
+
+
+def test_every_bf16_number_is_widened():
+    x = from_bits(np.arange(1 << 16), torch.bfloat16)
+    found, expected = by_ptx(x, inverted=False), x.float()
+    assert torch.equal(found.view(torch.int32)[~x.isnan()], expected.view(torch.int32)[~x.isnan()])
+    assert found[x.isnan()].isnan().all()
+
+
+def test_reciprocals_are_those_of_a_division():
+    """Of numbers drawn among all mantissas and of the last ones, and of the ends of the range in which it is used."""
+    mantissas = torch.cat([torch.arange(0, 1 << 23, 1 << 10), torch.arange((1 << 23) - 8192, 1 << 23)])
+    exponents = torch.randint(2, 252, mantissas.shape, generator=torch.Generator().manual_seed(0))
+    x = (exponents << 23 | mantissas).int().view(torch.float32)
+    x[:3] = torch.tensor([0.0, torch.inf, torch.nan])
+    torch.testing.assert_close(by_ptx(x, inverted=True), 1 / x, rtol=0, atol=0, equal_nan=True)
+
+
+@triton.jit
+def own_reduction_kernel(x, y, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    values = tl.load(x + rows[:, None] * COLUMNS + columns[None, :])
+    tl.store(y + rows, tl.reduce(values, 1, nan_maximum))
+    tl.store(y + ROWS + columns, tl.reduce(values, 0, nan_maximum))
+
+
+def test_a_reduction_by_a_function_of_ones_own():
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    x[1, 3], x[2, 0] = torch.nan, torch.inf
+    y = torch.zeros(12)
+    own_reduction_kernel[(1,)](x, y, ROWS=4, COLUMNS=8)
+    torch.testing.assert_close(y, torch.cat([x.amax(1), x.amax(0)]), rtol=0, atol=0, equal_nan=True)
 
 
 # --- tl.dot

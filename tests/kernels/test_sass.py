@@ -58,6 +58,11 @@ def test_the_most_frequent_load_counts() -> None:
     assert sass.bytes_per_load([]) == 0
 
 
+def test_a_loop_is_a_branch_back() -> None:
+    assert sass.has_loop(sass.parse(TEXT))
+    assert not sass.has_loop([i for i in sass.parse(TEXT) if i.target is None or i.target >= i.address])
+
+
 def test_a_target_is_that_of_a_branch_alone() -> None:
     assert [i.target for i in sass.parse(TEXT)[4:8]] == [0x70, None, None, 0x90]
 
@@ -95,6 +100,14 @@ def test_int8_passes_do_so_on_older_chips_too(version: str) -> None:
     for chip in ("sm_80", "sm_86"):
         for row in accepted("quantize_rows_kernel", "int8 gelu", chip, version):
             assert row.executed is not None and row.executed <= 25 and row.load == 16, row
+
+
+@pytest.mark.parametrize("words", ["nvfp4 gelu", "nvfp4-beside gelu"])
+@pytest.mark.parametrize("version", ["3.8", "3.9"])
+def test_nvfp4_takes_few_where_the_chip_rounds_to_its_codes(version: str, words: str) -> None:
+    for chip in ("sm_100", "sm_120"):
+        for row in accepted("quantize_blocks_kernel", words, chip, version):
+            assert row.executed is not None and row.executed <= 36, row
 
 
 @pytest.mark.slow

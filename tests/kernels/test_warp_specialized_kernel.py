@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_bounds import bounds
+from attention_bounds import as_kernels_keep, bounds
 from kernel_tests import sibling, with_fault
 from torch import Tensor
 
@@ -52,7 +52,7 @@ def check(
     """o of the reference's codes is within the bound of the other kernel, and bytes around it stay."""
     operands = reference.quantize_operands(*portable.inputs(*shape, d=d, dtype=dtype))
     with portable.poisoned(kernels, monkeypatch), scheduled(seed):
-        o = kernels.attend(operands, *shape[1:3], SCALE, dtype)
+        o = kernels.attend(as_kernels_keep(operands), *shape[1:3], SCALE, dtype)
     assert o.shape == (shape[0], shape[1], shape[3], d) and o.dtype == dtype and o.is_contiguous()
     expected, bound = bounds(operands, *shape[1:3], SCALE, dtype)
     wrong = ~((o - expected).abs() <= bound)
@@ -93,7 +93,7 @@ def test_nan_and_infinity_go_where_the_references_go(name: str, value: float) ->
 def test_scales_that_vanish_leave_the_mean_of_the_values() -> None:
     q, k, v = portable.inputs(1, 17, 17, 2)
     operands = reference.quantize_operands(q * 1e-25, k * 1e-25, v)
-    found = warp_specialized.attend(operands, 17, 17, SCALE, torch.float32)
+    found = warp_specialized.attend(as_kernels_keep(operands), 17, 17, SCALE, torch.float32)
     torch.testing.assert_close(found, reference.attend(operands, 17, 17, SCALE, torch.float32), rtol=0, atol=1e-3)
 
 
@@ -193,6 +193,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "values of another head": ("copy_block(v, [head * D,", "copy_block(v, [0,", "differ"),
     "sums not corrected": ("total = total * correction + ", "total = total + ", "differ"),
     "products not corrected": ("* correction[:, None], part)", "* 1.0, part)", "differ"),
+    "weights in their own order": (".permute((0, 1, 3, 2, 4))", "", "differ"),
     "no mask of queries": ("mask=(tokens < S)[:, None])", "mask=(tokens >= 0)[:, None])", "differ|outside every"),
 }
 
@@ -213,7 +214,7 @@ def test_the_accepted_rows_are_what_it_is_for(version: str) -> None:
     rows = {row["format"]: row for _, row in accepted_files(version) if row["kernel"] == "attention_warps_kernel"}
     assert {row["target"] for row in rows.values()} == {"sm_90"} and rows.keys() == CELLS.keys()
     for name, row in rows.items():
-        assert row["ok"] and row["loop"] <= 540
+        assert row["ok"] and row["loop"] <= 480
         assert row["waits"] == (0.25 if name.startswith("warps-128") else 0.33)  # 2, of 8 or 6 matrix instructions
         assert row["spills"] == 0 and row["remarks"] == "" and "QGMMA" in row["instruction"]
 

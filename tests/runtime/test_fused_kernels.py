@@ -21,7 +21,7 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_bounds import bounds
+from attention_bounds import as_kernels_keep, bounds
 from diffusers import FluxTransformer2DModel
 from kernel_tests import sibling
 from tiny_configs import TINY_CONFIGS
@@ -259,7 +259,8 @@ class Kernels(TorchDispatchMode):
         chip = self.chip or chip_of(torch.device("cuda"))
         tile = find_memory_tile("attention", f"quantize {q.shape[3]}", chip, q.shape[1])
         found = attention_kernels.quantize_operands(*on_device, codes, tile=tile)
-        return Operands(*(getattr(found, field.name).cpu() for field in fields(found)))
+        found = Operands(*(getattr(found, field.name).cpu() for field in fields(found)))
+        return as_kernels_keep(found, back=True)
 
 
 def moved(values: Any, device: str | torch.device) -> Any:

@@ -76,15 +76,16 @@ def _quantize_cells(d: int, tile: Tile, chips: tuple[str, ...]) -> list[Cell]:
             constants | more,
             {"num_warps": tile.warps} | EXACT,
             max_registers=MAX_REGISTERS,
+            elements=at_once * d,
             targets=chips,
         )
-        for kernel, how, arguments, more in (
-            (key_statistics_kernel, "", statistics, {"CHANNELS": CHANNELS}),
-            (quantize_tokens_kernel, "", tokens, in_fp8),
-            (quantize_tokens_kernel, " int8", tokens | {"codes": "*i8"}, in_int8 | {"PER_TOKEN": False}),
-            (quantize_tokens_kernel, " int8 per token", tokens | {"codes": "*i8"}, in_int8 | {"mean": None}),
-            (quantize_values_kernel, "", values, {}),
-            (quantize_values_kernel, " fp16", values | {"codes": "*fp16"}, {}),
+        for kernel, how, arguments, more, at_once in (
+            (key_statistics_kernel, "", statistics, {"CHANNELS": CHANNELS}, 0),  # one of two loops
+            (quantize_tokens_kernel, "", tokens, in_fp8, KEY_BLOCK),
+            (quantize_tokens_kernel, " int8", tokens | {"codes": "*i8"}, in_int8 | {"PER_TOKEN": False}, KEY_BLOCK),
+            (quantize_tokens_kernel, " int8 per token", tokens | {"codes": "*i8"}, in_int8 | {"mean": None}, KEY_BLOCK),
+            (quantize_values_kernel, "", values, {}, tile.rows),
+            (quantize_values_kernel, " fp16", values | {"codes": "*fp16"}, {}, tile.rows),
         )
     ]
 

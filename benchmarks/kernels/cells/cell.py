@@ -28,7 +28,9 @@ class Cell:
     tensor_core: what its matrix instructions multiply ("int8", "fp8", "bf16", "fp16", "mxfp8", "mxfp4", "nvfp4"), words
     apart where there are two kinds; None for no matmul.
     max_registers: per thread; None for as many as the chip has.
-    elements: that a program of a pass over memory reads, to count instructions by; 0 for no such count.
+    elements: that a program of a pass over memory reads, in a turn of its loop if it has one, to count instructions by;
+        0 for no such count.
+    turns: of that loop, which the compiler may unroll.
     targets: the chips that this tile is meant for, by their names in CHIPS; empty for all.
     """
 
@@ -40,6 +42,7 @@ class Cell:
     tensor_core: str | None = None
     max_registers: int | None = None
     elements: int = 0
+    turns: int = 1
     targets: tuple[str, ...] = ()
 
     @property

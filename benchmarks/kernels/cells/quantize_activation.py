@@ -91,6 +91,7 @@ def _cells(
     else:
         tuned = tile_name(FORMATS[name], hadamard, down, beside, own_global) if name in FORMATS else name
         tiles = distinct_tiles("quantize_activation", tuned)
+    loops = own_global or kernel in (quantize_rows_kernel, tensor_amax_kernel)
     arguments = _arguments(_TYPES | types | constants)
     taken = {name: value for name, value in (arguments | constants).items() if name in kernel.arg_names}
     return [
@@ -103,6 +104,7 @@ def _cells(
             max_registers=MAX_REGISTERS,
             tensor_core="bf16" if down else None,
             elements=k if held else (0 if down else tile.rows * tile.columns),
+            turns=constants["TILES"] if loops and not held else 1,
             targets=chips,
         )
         for tile, chips in tiles.items()
