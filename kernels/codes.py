@@ -58,8 +58,8 @@ def levels_of(size: int, regular: bool) -> int:
 def widened(v):
     """Return a floating-point tensor in fp32."""
     # From sm_100 on some instructions take 16-bit operands, and rows that a program holds take fewer registers so.
-    NEW: tl.constexpr = tl.target_info.cuda_capability_geq(10, 0)
-    if v.dtype == tl.bfloat16 and tl.target_info.cuda_capability_geq(8, 0) and not NEW:
+    older: tl.constexpr = not tl.target_info.cuda_capability_geq(10, 0)  # pyright: ignore[reportAssignmentType]
+    if v.dtype == tl.bfloat16 and tl.target_info.cuda_capability_geq(8, 0) and older:
         return tl.inline_asm_elementwise(WIDEN_BF16, "=r,=r,r", [v], dtype=tl.float32, is_pure=True, pack=2)
     else:
         return v.to(tl.float32)

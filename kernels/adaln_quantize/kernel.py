@@ -11,7 +11,7 @@ program holds all tiles of it; its mean is subtracted before squares are added u
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 # Kernels are written in Triton's language: a constexpr parameter takes a plain number, a launch takes num_warps.
 
 from __future__ import annotations
