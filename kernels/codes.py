@@ -227,16 +227,13 @@ def quantize_blocks_tile(
         scaled = quotient(blocks, step[:, :, None], SCALE_GIVEN, True)
         if FOUR_OVER_SIX:
             block_scale, scaled = four_over_six(blocks, amax, g, block_scale, scaled, SCALE_GIVEN, ROWS, COLUMNS, GROUP)
-    elif FORMAT == "mxfp4":
-        block_scale = least_squares_scale(blocks, amax, ROWS, COLUMNS, GROUP)
-        step = nan_unless_finite(amax, power_of_two(254 - block_scale))
-        scaled = blocks * step[:, :, None]  # exact, as x / s is
     elif FORMAT == "fp8_1x128":
         block_scale = row_step(amax, 448.0)
         scaled = quotient(blocks, block_scale[:, :, None], False, True)
     else:
-        block_scale = ceil_scale(amax)
-        scaled = blocks * nan_unless_finite(amax, power_of_two(254 - block_scale))[:, :, None]
+        block_scale = ceil_scale(amax) if FORMAT == "mxfp8" else least_squares_scale(blocks, amax, ROWS, COLUMNS, GROUP)
+        step = nan_unless_finite(amax, power_of_two(254 - block_scale))
+        scaled = blocks * step[:, :, None]  # exact, as x / s is
     groups = tile * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
     mask = (rows < M)[:, None] & (groups < K // GROUP)[None, :]
     if SWIZZLED:

@@ -29,7 +29,7 @@ from fluxq.kernels.attention import op as reference
 from fluxq.kernels.attention.op import CODES, HEAD_SIZES, KEY_BLOCK, OP, P_EXPONENT, QUERY_BLOCK, Operands, format_of
 from fluxq.kernels.attention_peers import peers_for
 from fluxq.kernels.checks import EXACT, as_bytes, check_device
-from fluxq.kernels.codes import encode, magnitude_bits, quotient, row_step, widened
+from fluxq.kernels.codes import amax_bits, encode, magnitude_bits, quotient, row_step, widened
 from fluxq.kernels.compare import Sample, Verdict, near, within
 from fluxq.kernels.op import REFERENCES
 from fluxq.kernels.scaled_matmul.kernel import add_product
@@ -338,18 +338,17 @@ def quantize_tokens_kernel(
     head = tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, D)
     x += head // H * stride_b + head % H * stride_h
-    parts, amax = (), tl.zeros((ROWS,), tl.int32)
-    for part in tl.static_range(BLOCK // ROWS):
-        tokens = (block * BLOCK + part * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        parts += (load_tokens(x, mean, head, tokens, S, stride_s, D),)
-        amax = tl.maximum(amax, tl.max(magnitude_bits(parts[part]), 1))
+    parts = ()
     if not PER_TOKEN:
-        step = row_step(tl.max(amax, 0), LARGEST)
+        for part in tl.static_range(BLOCK // ROWS):
+            tokens = (block * BLOCK + part * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+            parts += (load_tokens(x, mean, head, tokens, S, stride_s, D),)
+        step = row_step(tl.max(amax_bits(parts, BLOCK // ROWS), 0), LARGEST)
         tl.store(scale + head * tl.num_programs(0) + block, step)
     codes += head * tl.num_programs(0) * BLOCK * D
     for part in tl.static_range(BLOCK // ROWS):
         tokens = (block * BLOCK + part * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        values = parts[part]
+        values = load_tokens(x, mean, head, tokens, S, stride_s, D) if PER_TOKEN else parts[part]
         if PER_TOKEN:
             step = row_step(tl.max(magnitude_bits(values), 1), LARGEST)[:, None]
             tl.store(scale + head * tl.num_programs(0) * BLOCK + tokens[:, None], step)
